@@ -1,0 +1,184 @@
+"""Checks of commands that need no model: ranges, lengths, exactly-one-of. Pure.
+
+A check gives None, or a `Problem` whose message names the field, the value and the range.
+What needs the vocabulary or the context limit is checked in the worker.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from . import limits
+from .commands import Generate, Load
+from .errors import ErrorCode
+from .values import ROLES, ChatMessage, Part
+
+
+class Problem(NamedTuple):
+    """Why a command is refused."""
+
+    code: ErrorCode
+    message: str
+
+
+def _bad(message: str) -> Problem:
+    return Problem(ErrorCode.BAD_REQUEST, message)
+
+
+def check_name(name: str, field: str = "model") -> Problem | None:
+    """A model's name: 1 to 256 printable characters."""
+    if not name or len(name) > limits.MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
+        return _bad(
+            f"{field} must be 1 to {limits.MAX_NAME_CHARS} printable characters without blanks at its ends, "
+            f"got {len(name)} characters: {name[:60]!r}"
+        )
+    return None
+
+
+def check_load(load: Load) -> Problem | None:
+    """Ranges of a `Load`."""
+    if problem := check_name(load.name, "name"):
+        return problem
+    if not load.model or len(load.model) > limits.MAX_PATH_CHARS:
+        return _bad(
+            f"model must be a path or id of 1 to {limits.MAX_PATH_CHARS} characters, got {len(load.model)}"
+        )
+    if "\0" in load.model:
+        return _bad("model must not contain a NUL character")
+    for field, value, low, high in (
+        ("context_limit", load.context_limit, 1, limits.MAX_TOKENS),
+        ("memory_limit", load.memory_limit, limits.MIB, 2**50),
+        ("max_running", load.max_running, 1, 1024),
+        ("max_queued", load.max_queued, 0, 100_000),
+    ):
+        if value is not None and not low <= value <= high:
+            return _bad(f"{field} must be {low} to {high}, got {value}")
+    if not (math.isfinite(load.stall_budget_s) and 0.1 <= load.stall_budget_s <= 86_400):
+        return _bad(f"stall_budget_s must be 0.1 to 86400, got {load.stall_budget_s}")
+    for key, value in load.env.items():
+        if not key or "=" in key or "\0" in key or "\0" in value:
+            return _bad(f"env has a key or value that no environment can hold: {key[:60]!r}")
+    return None
+
+
+def check_generate(request: Generate) -> Problem | None:
+    """Everything about a `Generate` that can be refused without its model."""
+    return (
+        check_name(request.model) or _check_input(request) or _check_numbers(request) or _check_lists(request)
+    )
+
+
+def _check_input(request: Generate) -> Problem | None:
+    given = [name for name in ("prompt", "tokens", "messages") if getattr(request, name) is not None]
+    if len(given) != 1:
+        return _bad(f"give exactly one of prompt, tokens, messages; got {' and '.join(given) or 'none'}")
+    if request.prompt is not None and not request.prompt.strip():
+        return _bad("prompt is empty or blank")
+    if request.tokens is not None:
+        if not request.tokens:
+            return _bad("tokens is empty")
+        if min(request.tokens) < 0:
+            return _bad(f"tokens must be ids of 0 or more, got {min(request.tokens)}")
+    if request.messages is not None:
+        return _check_messages(request.messages)
+    if request.tools:
+        return _bad("tools need messages, not prompt or tokens")
+    if request.template_args:
+        return _bad("template_args need messages, not prompt or tokens")
+    return None
+
+
+def _check_messages(messages: list[ChatMessage]) -> Problem | None:
+    if not messages:
+        return _bad("messages is empty")
+    if len(messages) > limits.MAX_MESSAGES:
+        return _bad(f"at most {limits.MAX_MESSAGES} messages, got {len(messages)}")
+    for index, message in enumerate(messages):
+        where = f"messages[{index}]"
+        if message.role not in ROLES:
+            return _bad(f"{where}.role must be one of {', '.join(ROLES)}, got {message.role[:60]!r}")
+        if message.content is None and not message.tool_calls:
+            return _bad(f"{where}.content is null; only an assistant message with tool_calls may have none")
+        if message.tool_calls and message.role != "assistant":
+            return _bad(f"{where}.tool_calls is only for the assistant, not for {message.role}")
+        if isinstance(message.content, list):
+            for number, part in enumerate(message.content):
+                if problem := _check_part(part, f"{where}.content[{number}]"):
+                    return problem
+    if not any(_has_content(message) for message in messages):
+        return _bad("messages hold no text and no image, only blanks")
+    return None
+
+
+def _check_part(part: Part, where: str) -> Problem | None:
+    if part.type == "text":
+        return _bad(f"{where}.text is missing") if part.text is None else None
+    if part.type == "image":
+        if (part.data is None) == (part.path is None):
+            return _bad(f"{where} needs exactly one of data (bytes) and path")
+        return None
+    return _bad(f"{where}.type must be text or image, got {part.type[:60]!r}")
+
+
+def _has_content(message: ChatMessage) -> bool:
+    content = message.content
+    if isinstance(content, str):
+        return bool(content.strip()) or bool(message.tool_calls)
+    if content is None:
+        return bool(message.tool_calls)
+    return any(part.type == "image" or bool((part.text or "").strip()) for part in content)
+
+
+def _check_numbers(request: Generate) -> Problem | None:
+    if request.max_tokens is not None and not 1 <= request.max_tokens <= limits.MAX_TOKENS:
+        return _bad(
+            f"max_tokens must be 1 to {limits.MAX_TOKENS}, or null for the default, got {request.max_tokens}"
+        )
+    if request.seed is not None and not 0 <= request.seed <= limits.MAX_SEED:
+        return _bad(f"seed must be 0 to {limits.MAX_SEED}, or null for fresh randomness, got {request.seed}")
+    if not 0 <= request.top_k <= limits.MAX_TOKENS:
+        return _bad(f"top_k must be 0 (off) or a count below the vocabulary size, got {request.top_k}")
+    if not 0 <= request.repetition_window <= limits.MAX_TOKENS:
+        return _bad(f"repetition_window must be 0 or more tokens, got {request.repetition_window}")
+    if not 1 <= request.stream_interval <= limits.MAX_STREAM_INTERVAL:
+        return _bad(
+            f"stream_interval must be 1 to {limits.MAX_STREAM_INTERVAL} tokens, got {request.stream_interval}"
+        )
+    penalty = limits.MAX_PENALTY
+    for field, value, low, high in (
+        ("temperature", request.temperature, 0.0, limits.MAX_TEMPERATURE),
+        ("min_p", request.min_p, 0.0, 1.0),
+        ("presence_penalty", request.presence_penalty, -penalty, penalty),
+        ("frequency_penalty", request.frequency_penalty, -penalty, penalty),
+    ):
+        if value is not None and not low <= value <= high:  # false for NaN too
+            return _bad(f"{field} must be {low:g} to {high:g}, got {value}")
+    for field, value, high in (
+        ("top_p", request.top_p, 1.0),
+        ("repetition_penalty", request.repetition_penalty, limits.MAX_PENALTY),
+        ("deadline_s", request.deadline_s, limits.MAX_DEADLINE_S),
+    ):
+        if value is not None and not 0.0 < value <= high:
+            return _bad(f"{field} must be over 0 and at most {high:g}, got {value}")
+    return None
+
+
+def _check_lists(request: Generate) -> Problem | None:
+    stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stop) > limits.MAX_STOP_STRINGS:
+        return _bad(f"stop holds at most {limits.MAX_STOP_STRINGS} strings, got {len(stop)}")
+    for index, text in enumerate(stop):
+        if not text:
+            return _bad(f"stop[{index}] is empty; leave it out")
+        if len(text) > limits.MAX_STOP_CHARS:
+            return _bad(f"stop[{index}] has {len(text)} characters; the limit is {limits.MAX_STOP_CHARS}")
+    bias = request.logit_bias or {}
+    if len(bias) > limits.MAX_LOGIT_BIAS:
+        return _bad(f"logit_bias holds at most {limits.MAX_LOGIT_BIAS} tokens, got {len(bias)}")
+    for token, value in bias.items():
+        if token < 0:
+            return _bad(f"logit_bias has token id {token}; ids are 0 or more")
+        if not -1000.0 <= value <= 1000.0:
+            return _bad(f"logit_bias of token {token} must be -1000 to 1000, got {value}")
+    return None

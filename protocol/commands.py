@@ -1,0 +1,145 @@
+"""Commands: client → orchestrator, and (those marked so) orchestrator → worker.
+
+The request id of a command is in the frame's head, not in its body.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from .values import CancelReason, ChatMessage, OnCrash
+
+
+class Command(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
+    """Base of all commands."""
+
+
+class Load(Command, tag=0x01):
+    """Load a model into a worker of its own. Forwarded to the worker.
+
+    Answer: `LoadProgress`*, then `Loaded` or `LoadFailed`. What is already loaded answers `Loaded` at once.
+    """
+
+    name: str
+    model: str
+    """A directory, or a Hugging Face id. A path that exists never touches the network."""
+    context_limit: int | None = None
+    """Tokens of prompt and answer together. None: the model's own limit."""
+    memory_limit: int | None = None
+    """Bytes. None: the platform's default."""
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+    """Replaces the checkpoint's template."""
+    max_running: int = 32
+    """Rows decoded together."""
+    max_queued: int = 256
+    """Requests that may wait behind them."""
+    env: dict[str, str] = {}
+    """Environment variables of the worker process. Not forwarded in the message."""
+    stall_budget_s: float = 60.0
+    """Seconds without an executor step while busy after which the worker is replaced."""
+    deterministic: bool = False
+    """Decode one request at a time, for text that never depends on company."""
+
+
+class Generate(Command, tag=0x02):
+    """Generate text. Forwarded to the worker. Exactly one of `prompt`, `tokens`, `messages`.
+
+    Answer: `Accepted (Progress | Snapshot)* (Done | Failed)`, or `Failed` alone.
+    """
+
+    model: str
+    prompt: str | None = None
+    tokens: list[int] | None = None
+    messages: list[ChatMessage] | None = None
+    tools: list[dict[str, Any]] | None = None
+    template_args: dict[str, Any] | None = None
+    """Extra variables for the chat template, such as `enable_thinking`."""
+    max_tokens: int | None = None
+    """None: `limits.DEFAULT_MAX_TOKENS`, or what the daemon is configured with."""
+    temperature: float | None = None
+    """None: 0, greedy, as mlx-lm."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    min_p: float = 0.0
+    seed: int | None = None
+    """None: fresh randomness for every request."""
+    stop: list[str] | str | None = None
+    logit_bias: dict[int, float] | None = None
+    """Token id → value added to its logit."""
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+    presence_penalty: float = 0.0
+    """Subtracted once from every token generated so far, as the OpenAI API means it."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each time that a token was generated."""
+    stream_interval: int = 1
+    """Tokens a snapshot, at least."""
+    deadline_s: float | None = None
+    """Seconds from acceptance; then the request ends with what it has and `deadline`."""
+    on_crash: OnCrash = "resume"
+    detached: bool = False
+    """Goes on when its client goes away; to be picked up with `Attach`."""
+    resume_tokens: list[int] = []
+    """Set by the orchestrator only: ids already sent to the client by an earlier incarnation."""
+    resume_chars: int = 0
+    """Set by the orchestrator only: characters of the content channel already sent."""
+    resume_seq: int = 0
+    """Set by the orchestrator only: the `seq` of the next snapshot."""
+
+
+class Cancel(Command, tag=0x03):
+    """Cancel the request whose id is in the head. Forwarded. Idempotent, and never answered:
+    the request itself ends with `Done` and this reason. An unknown id is a no-op."""
+
+    reason: CancelReason = "cancelled"
+    """`deadline` is set by the orchestrator only."""
+
+
+class Stats(Command, tag=0x04):
+    """Ask for statistics. Answer: `StatsReply`. `model` None: all of them."""
+
+    model: str | None = None
+
+
+class Unload(Command, tag=0x05):
+    """Unload a model. Answer: `Unloaded`, after its process is gone. Its requests end with `unloaded`."""
+
+    model: str
+
+
+class Shutdown(Command, tag=0x06):
+    """End the daemon, or, from the orchestrator, a worker. Answer: `Exiting`."""
+
+    grace_s: float = 5.0
+    drain: bool = False
+    """Let running requests finish within the grace instead of cancelling them."""
+
+
+class Models(Command, tag=0x07):
+    """List the models. To the orchestrator only. Answer: `ModelsReply`."""
+
+
+class Attach(Command, tag=0x08):
+    """Receive the stream of a live or lately finished request, whole from its start. To the orchestrator only.
+
+    The answer comes under the head id of this command, with the grammar of `Generate`.
+    """
+
+    request: bytes
+    """The 16-byte id of the request to follow."""
+
+
+class Restart(Command, tag=0x09):
+    """Replace a model's worker by a fresh one, also out of state FAILED. To the orchestrator only.
+
+    Answer: as for `Load`.
+    """
+
+    model: str
+
+
+AnyCommand = Load | Generate | Cancel | Stats | Unload | Shutdown | Models | Attach | Restart

@@ -1,0 +1,33 @@
+"""Every number that bounds a message. One table, so that errors and docs can quote it."""
+
+from __future__ import annotations
+
+from typing import Final
+
+MIB: Final = 1024 * 1024
+
+MAX_FRAME_BYTES: Final = 64 * MIB
+"""Largest body of one frame; sockets drop a peer that sends more."""
+
+MAX_NAME_CHARS: Final = 256
+MAX_PATH_CHARS: Final = 4096
+MAX_MESSAGES: Final = 10_000
+MAX_STOP_STRINGS: Final = 64
+MAX_STOP_CHARS: Final = 1024
+MAX_LOGIT_BIAS: Final = 4096
+MAX_TOKENS: Final = 2**31 - 1
+"""Ceiling of `max_tokens`; the context limit of the model cuts first."""
+
+MAX_SEED: Final = 2**63 - 1
+MAX_TEMPERATURE: Final = 100.0
+MAX_PENALTY: Final = 100.0
+MAX_STREAM_INTERVAL: Final = 4096
+MAX_DEADLINE_S: Final = 7 * 24 * 3600.0
+
+DEFAULT_MAX_TOKENS: Final = 512
+DEFAULT_TEMPERATURE: Final = 0.0
+DEFAULT_REPETITION_WINDOW: Final = 64
+"""Tokens that the repetition penalty looks back over, prompt included."""
+
+SOCKET_PATH_BYTES: Final = 100
+"""Unix socket paths stay under this (macOS allows 103 bytes, Linux 107)."""

@@ -1,0 +1,165 @@
+"""Values that messages are made of. No behaviour beyond construction."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+
+
+class Value(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Base of every nested value: frozen, encoded as a map, fields at their default left out."""
+
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Phase = Literal["queued", "loading", "prefill", "decode", "restarting"]
+FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
+Channel = Literal["content", "reasoning"]
+OnCrash = Literal["resume", "fail"]
+CancelReason = Literal["cancelled", "deadline"]
+
+ROLES: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
+
+
+class Part(Value):
+    """One piece of a message. `type` is `text` (with `text`) or `image` (with `data` or `path`)."""
+
+    type: str
+    text: str | None = None
+    data: bytes | None = None
+    path: str | None = None
+
+
+class ChatMessage(Value):
+    """One turn of a chat. `content` may be absent only when `tool_calls` is given."""
+
+    role: str
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+
+
+class Usage(Value):
+    """Token counts of one request. `prompt_tokens` includes `cached_tokens`."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+
+class Timings(Value):
+    """Durations of one request, with llama-server's field names. Milliseconds and tokens a second."""
+
+    prompt_n: int = 0
+    prompt_ms: float = 0.0
+    prompt_per_token_ms: float = 0.0
+    prompt_per_second: float = 0.0
+    predicted_n: int = 0
+    predicted_ms: float = 0.0
+    predicted_per_token_ms: float = 0.0
+    predicted_per_second: float = 0.0
+    cache_n: int = 0
+    queued_ms: float = 0.0
+
+
+class Memory(Value):
+    """Bytes, as the worker sees them. `mlx_*` is MLX's allocator, `footprint` the whole process."""
+
+    mlx_active: int = 0
+    mlx_cache: int = 0
+    mlx_peak: int = 0
+    footprint: int = 0
+
+
+class Limits(Value):
+    """Limits really in force in a worker, read back after they were set."""
+
+    context_tokens: int = 0
+    max_running: int = 0
+    max_queued: int = 0
+    memory_bytes: int = 0
+    wired_bytes: int = 0
+    cache_bytes: int = 0
+    enforced_by: str = ""
+    """Who enforces the memory limit: `metal`, `orchestrator` or empty when there is none."""
+
+
+class TemplateInfo(Value):
+    """What is known of the chat template. `format` is chatml, llama3, mistral, custom or generic."""
+
+    has_template: bool = False
+    format: str = "generic"
+    overridden: bool = False
+    thinking: bool = False
+    tools: bool = False
+
+
+class WorkerInfo(Value):
+    """What a worker reports once its model is loaded."""
+
+    engine: str = ""
+    model_type: str = ""
+    backend: str = ""
+    """`metal`, `cuda` or `cpu`."""
+    vocab_size: int = 0
+    load_seconds: float = 0.0
+    import_seconds: float = 0.0
+    memory_before: Memory = Memory()
+    memory_after: Memory = Memory()
+    limits: Limits = Limits()
+    template: TemplateInfo = TemplateInfo()
+    versions: dict[str, str] = {}
+
+
+class WorkerStats(Value):
+    """One sample of a live worker. Counters only ever grow within one incarnation."""
+
+    running: int = 0
+    queued: int = 0
+    steps: int = 0
+    requests_started: int = 0
+    requests_done: int = 0
+    requests_failed: int = 0
+    requests_cancelled: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prefill_tokens_per_second: float = 0.0
+    decode_tokens_per_second: float = 0.0
+    last_token_age_s: float | None = None
+    oldest_request_age_s: float | None = None
+    engine: str = ""
+    phase: str = "idle"
+    """What the executor does now: idle, importing, loading, prefill, decode or closing."""
+    memory: Memory = Memory()
+    frames_unknown: int = 0
+    frames_refused: int = 0
+
+
+class ModelStatus(Value):
+    """One model as the orchestrator sees it: a line of `bulkhead ps`."""
+
+    name: str
+    state: str
+    model: str = ""
+    pid: int | None = None
+    incarnation: int = 0
+    engine: str = ""
+    in_flight: int = 0
+    restarts: int = 0
+    uptime_s: float = 0.0
+    footprint: int = 0
+    last_exit: str = ""
+    """Plain words on how the last process ended, empty while none has."""
+    next_retry_s: float | None = None
+    info: WorkerInfo | None = None
+    stats: WorkerStats | None = None
+    crashes: int = 0
+    requests_total: int = 0
+    requests_resumed: int = 0
+    stats_age_s: float | None = None
