@@ -124,7 +124,7 @@ class Models(Command, tag=0x07):
 
 
 class Attach(Command, tag=0x08):
-    """Receive the stream of a live or lately finished request, whole from its start. To the orchestrator only.
+    """Receive the stream of a live or lately finished request, whole from its start. Orchestrator only.
 
     The answer comes under the head id of this command, with the grammar of `Generate`.
     """

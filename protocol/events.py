@@ -54,7 +54,7 @@ class Accepted(Event, tag=0x45):
 
 
 class Progress(Event, tag=0x46):
-    """A request is alive. Sent when a phase changes, as prefill proceeds, and by a clock while nothing else is."""
+    """A request is alive. Sent when a phase changes, as prefill proceeds, and by a clock in silence."""
 
     phase: Phase
     processed: int = 0
@@ -62,7 +62,7 @@ class Progress(Event, tag=0x46):
 
 
 class Snapshot(Event, tag=0x47):
-    """New text of a request. Cumulative by meaning, delta on the wire: the receiver adds `text` at `offset`."""
+    """New text of a request. Cumulative by meaning, delta on the wire: `text` belongs at `offset`."""
 
     seq: int
     """Counts the snapshots of a request from 0. Merging skips numbers, never repeats them."""

@@ -191,7 +191,10 @@ def _config(metadata: dict[str, Any], dtype: str, architecture: str) -> dict[str
         # The embeddings are 8-bit; not every loader works that out from the shapes, so it is spelt out.
         embeddings = {"group_size": _GROUP, "bits": 8, "mode": "affine"}
         config["quantization"] = {
-            "group_size": _GROUP, "bits": 4, "mode": "affine", "model.embed_tokens": embeddings
+            "group_size": _GROUP,
+            "bits": 4,
+            "mode": "affine",
+            "model.embed_tokens": embeddings,
         }
         config["quantization_config"] = config["quantization"]
     return config
@@ -275,7 +278,9 @@ def _write_tokenizer(metadata: dict[str, Any], target: Path, context: int) -> No
 
 def main(arguments: list[str] | None = None) -> int:
     """Command line: print the model's path on stdout. Exit code 2: package missing or bad options; 1: disk."""
-    parser = argparse.ArgumentParser(prog="python -m mlx_bulkhead.worker.demo_model", description="Make the demo model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m mlx_bulkhead.worker.demo_model", description="Make the demo model."
+    )
     parser.add_argument("--destination", type=Path, help="model directory (default: in the user's cache)")
     parser.add_argument("--dtype", choices=DTYPES, default=DEFAULT_DTYPE)
     parser.add_argument("--architecture", choices=ARCHITECTURES, default="llama")

@@ -1,0 +1,156 @@
+"""What the executor asks of an engine, and the values that pass between them. No MLX here.
+
+An engine owns model, caches and decoding. The executor owns requests, text and frames. All methods of an
+engine run on the executor thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ...protocol.commands import Generate
+from ...protocol.errors import ErrorCode
+from ...protocol.values import Memory, WorkerInfo
+
+Report = Callable[[str, int, int], None]
+"""`report(phase, done, total)`: a load moves; becomes `LoadProgress`."""
+
+
+class Refused(Exception):
+    """A request that this model cannot serve; becomes `Failed` before any work is done for it."""
+
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+        self.message = message
+
+
+class LoadProblem(Exception):
+    """A model that cannot be loaded; becomes `LoadFailed`. The message names the file and what was expected."""
+
+    def __init__(self, message: str, code: ErrorCode = ErrorCode.LOAD_FAILED) -> None:
+        super().__init__(message)
+        self.message = message
+        self.code = code
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How to choose tokens, ranges already checked. Temperature 0 is greedy."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int = 0
+    logit_bias: dict[int, float] = field(default_factory=dict[int, float])
+    repetition_penalty: float = 1.0
+    repetition_window: int = 64
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence to decode.
+
+    `prompt` and `emitted` are token ids. `emitted` is what an earlier incarnation already generated: it is prefilled
+    after the prompt, counts against `max_tokens`, and sampling goes on at position `len(emitted)`.
+    """
+
+    request_id: bytes
+    prompt: list[int]
+    max_tokens: int
+    sampling: Sampling
+    emitted: list[int] = field(default_factory=list[int])
+
+
+class TokenOut(NamedTuple):
+    """A token was generated. `finish` is set on the row's last one; the row is then gone from the engine."""
+
+    request_id: bytes
+    token: int
+    finish: str | None
+    """None, `stop` (an end-of-sequence token, which `token` is) or `length` (`max_tokens` reached)."""
+
+
+class PrefillOut(NamedTuple):
+    """A prefill chunk was processed. Tokens of prompt and emitted together; `cached` were reused."""
+
+    request_id: bytes
+    processed: int
+    total: int
+    cached: int = 0
+
+
+StepOut = TokenOut | PrefillOut
+
+
+class TextOut(Protocol):
+    """Turns the tokens of one request into text that may be shown."""
+
+    def push(self, token: int) -> str:
+        """Text that became certain with this token, often empty. After `stopped`, always empty."""
+        ...
+
+    def finish(self) -> str:
+        """The held-back rest, when generation ends other than by a stop string."""
+        ...
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop string was found. The text ends right before it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A checked request: the row to decode, and its text side."""
+
+    row: Row
+    text: TextOut
+
+
+class Engine(Protocol):
+    """A loaded model that decodes rows."""
+
+    info: WorkerInfo
+
+    def prepare(self, request_id: bytes, request: Generate) -> Prepared:
+        """Render, tokenise and check against the model. Raises `Refused`. Starts nothing."""
+        ...
+
+    def insert(self, row: Row) -> None:
+        """Take a row; its prefill starts with a later `step`. The caller keeps to `limits.max_running`."""
+        ...
+
+    def remove(self, request_id: bytes) -> bool:
+        """Drop a row in any phase; False when it is not here."""
+        ...
+
+    def step(self) -> list[StepOut]:
+        """One unit of work: a decode step for all rows, or a prefill chunk, or one of each. Blocks on the device."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Whether any row is here."""
+        ...
+
+    def next_is_prefill(self) -> bool:
+        """Whether the next `step` may take long because it prefills; held text is flushed before it."""
+        ...
+
+    def engine_for(self, request_id: bytes) -> str:
+        """Which engine serves, or last served, a row: `text` (alone) or `batch`."""
+        ...
+
+    def memory(self) -> Memory:
+        """MLX's allocator figures and the process footprint, in bytes."""
+        ...
+
+    def close(self) -> None:
+        """Release model, caches and streams on this thread."""
+        ...
