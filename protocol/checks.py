@@ -10,7 +10,8 @@ import math
 from typing import NamedTuple
 
 from . import limits
-from .commands import Generate, Load
+from .codec import ID_BYTES
+from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
 from .errors import ErrorCode
 from .values import ROLES, ChatMessage, Part
 
@@ -24,6 +25,29 @@ class Problem(NamedTuple):
 
 def _bad(message: str) -> Problem:
     return Problem(ErrorCode.BAD_REQUEST, message)
+
+
+def check(command: Command) -> Problem | None:
+    """Ranges of any command, as a client sent it."""
+    match command:
+        case Generate():
+            return check_generate(command)
+        case Load():
+            return check_load(command)
+        case Unload() | Restart():
+            return check_name(command.model)
+        case Stats():
+            return None if command.model is None else check_name(command.model)
+        case Attach():
+            if len(command.request) != ID_BYTES:
+                return _bad(f"request must be an id of {ID_BYTES} bytes, got {len(command.request)}")
+            return None
+        case Shutdown():
+            if not 0.0 <= command.grace_s <= limits.MAX_GRACE_S:  # false for NaN too
+                return _bad(f"grace_s must be 0 to {limits.MAX_GRACE_S:g} seconds, got {command.grace_s}")
+            return None
+        case _:
+            return None
 
 
 def check_name(name: str, field: str = "model") -> Problem | None:
@@ -40,7 +64,7 @@ def check_load(load: Load) -> Problem | None:
     """Ranges of a `Load`."""
     if problem := check_name(load.name, "name"):
         return problem
-    if not load.model or len(load.model) > limits.MAX_PATH_CHARS:
+    if not load.model.strip() or len(load.model) > limits.MAX_PATH_CHARS:
         return _bad(
             f"model must be a path or id of 1 to {limits.MAX_PATH_CHARS} characters, got {len(load.model)}"
         )
@@ -62,10 +86,20 @@ def check_load(load: Load) -> Problem | None:
     return None
 
 
-def check_generate(request: Generate) -> Problem | None:
-    """Everything about a `Generate` that can be refused without its model."""
+def check_generate(request: Generate, *, resumed: bool = False) -> Problem | None:
+    """Everything about a `Generate` that can be refused without its model.
+
+    Args:
+        request: as decoded; types are the decoder's business and are not looked at again.
+        resumed: made by the orchestrator, which alone may set `resume_*`.
+    """
     return (
-        check_name(request.model) or _check_input(request) or _check_numbers(request) or _check_lists(request)
+        check_name(request.model)
+        or _check_input(request)
+        or _check_numbers(request)
+        or _check_stop(request)
+        or _check_bias(request)
+        or _check_resume(request, resumed)
     )
 
 
@@ -75,17 +109,27 @@ def _check_input(request: Generate) -> Problem | None:
         return _bad(f"give exactly one of prompt, tokens, messages; got {' and '.join(given) or 'none'}")
     if request.prompt is not None and not request.prompt.strip():
         return _bad("prompt is empty or blank")
-    if request.tokens is not None:
-        if not request.tokens:
-            return _bad("tokens is empty")
-        if min(request.tokens) < 0:
-            return _bad(f"tokens must be ids of 0 or more, got {min(request.tokens)}")
+    if request.tokens is not None and (problem := _check_ids(request.tokens)):
+        return problem
     if request.messages is not None:
         return _check_messages(request.messages)
     if request.tools:
         return _bad("tools need messages, not prompt or tokens")
     if request.template_args:
         return _bad("template_args need messages, not prompt or tokens")
+    return None
+
+
+def _check_ids(tokens: list[int]) -> Problem | None:
+    if not tokens:
+        return _bad("tokens is empty")
+    if len(tokens) > limits.MAX_PROMPT_TOKENS:
+        return Problem(
+            ErrorCode.TOO_LARGE, f"tokens holds at most {limits.MAX_PROMPT_TOKENS} ids, got {len(tokens)}"
+        )
+    for token in (min(tokens), max(tokens)):
+        if not 0 <= token <= limits.MAX_TOKENS:
+            return _bad(f"tokens must be ids of 0 to {limits.MAX_TOKENS}, got {token}")
     return None
 
 
@@ -137,10 +181,9 @@ def _check_numbers(request: Generate) -> Problem | None:
         )
     if request.seed is not None and not 0 <= request.seed <= limits.MAX_SEED:
         return _bad(f"seed must be 0 to {limits.MAX_SEED}, or null for fresh randomness, got {request.seed}")
-    if not 0 <= request.top_k <= limits.MAX_TOKENS:
-        return _bad(f"top_k must be 0 (off) or a count below the vocabulary size, got {request.top_k}")
-    if not 0 <= request.repetition_window <= limits.MAX_TOKENS:
-        return _bad(f"repetition_window must be 0 or more tokens, got {request.repetition_window}")
+    for field, count in (("top_k", request.top_k), ("repetition_window", request.repetition_window)):
+        if not 0 <= count <= limits.MAX_TOKENS:
+            return _bad(f"{field} must be 0 to {limits.MAX_TOKENS}, got {count}")
     if not 1 <= request.stream_interval <= limits.MAX_STREAM_INTERVAL:
         return _bad(
             f"stream_interval must be 1 to {limits.MAX_STREAM_INTERVAL} tokens, got {request.stream_interval}"
@@ -164,21 +207,31 @@ def _check_numbers(request: Generate) -> Problem | None:
     return None
 
 
-def _check_lists(request: Generate) -> Problem | None:
+def _check_stop(request: Generate) -> Problem | None:
     stop = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stop) > limits.MAX_STOP_STRINGS:
         return _bad(f"stop holds at most {limits.MAX_STOP_STRINGS} strings, got {len(stop)}")
     for index, text in enumerate(stop):
-        if not text:
-            return _bad(f"stop[{index}] is empty; leave it out")
-        if len(text) > limits.MAX_STOP_CHARS:
-            return _bad(f"stop[{index}] has {len(text)} characters; the limit is {limits.MAX_STOP_CHARS}")
+        if not 1 <= len(text) <= limits.MAX_STOP_CHARS:
+            return _bad(f"stop[{index}] must be 1 to {limits.MAX_STOP_CHARS} characters, got {len(text)}")
+    return None
+
+
+def _check_bias(request: Generate) -> Problem | None:
     bias = request.logit_bias or {}
     if len(bias) > limits.MAX_LOGIT_BIAS:
         return _bad(f"logit_bias holds at most {limits.MAX_LOGIT_BIAS} tokens, got {len(bias)}")
     for token, value in bias.items():
-        if token < 0:
-            return _bad(f"logit_bias has token id {token}; ids are 0 or more")
-        if not -1000.0 <= value <= 1000.0:
-            return _bad(f"logit_bias of token {token} must be -1000 to 1000, got {value}")
+        if not 0 <= token <= limits.MAX_TOKENS:
+            return _bad(f"logit_bias must have token ids of 0 to {limits.MAX_TOKENS}, got {token}")
+        if not -limits.MAX_BIAS <= value <= limits.MAX_BIAS:  # false for NaN too
+            high = limits.MAX_BIAS
+            return _bad(f"logit_bias of token {token} must be {-high:g} to {high:g}, got {value}")
+    return None
+
+
+def _check_resume(request: Generate, resumed: bool) -> Problem | None:
+    given = bool(request.resume_tokens), request.resume_chars, request.resume_seq
+    if not resumed and any(given):
+        return _bad("resume_tokens, resume_chars and resume_seq are set by the orchestrator only")
     return None

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple, get_args
 import msgspec
 
 from .commands import AnyCommand, Command
+from .errors import ErrorCode
 from .events import AnyEvent, Event
 from .limits import MAX_FRAME_BYTES
 
@@ -34,6 +35,9 @@ _encoder = msgspec.msgpack.Encoder()
 class FrameError(ValueError):
     """A frame that cannot be read. `request_id` is set when the head could be, so that it can be answered."""
 
+    code: ErrorCode = ErrorCode.BAD_REQUEST
+    """The code to answer it with."""
+
     def __init__(self, message: str, *, kind: int | None = None, request_id: bytes | None = None) -> None:
         super().__init__(message)
         self.kind = kind
@@ -42,6 +46,14 @@ class FrameError(ValueError):
 
 class UnknownKind(FrameError):
     """A kind of a newer version: to be counted and skipped."""
+
+    code = ErrorCode.PROTOCOL
+
+
+class FrameTooLarge(FrameError):
+    """A body over `MAX_FRAME_BYTES`, to be sent or received."""
+
+    code = ErrorCode.TOO_LARGE
 
 
 class Frame(NamedTuple):
@@ -76,12 +88,12 @@ def encode_body(message: Message) -> bytes:
             f"text is not valid Unicode: lone surrogate at character {error.start}",
             kind=_TAGS[type(message)],
         ) from None
-    except (TypeError, ValueError, OverflowError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FrameError(
             f"cannot encode {type(message).__name__}: {error}", kind=_TAGS[type(message)]
         ) from None
     if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(
+        raise FrameTooLarge(
             f"{type(message).__name__} takes {len(body)} bytes; the limit of a frame is {MAX_FRAME_BYTES}",
             kind=_TAGS[type(message)],
         )
@@ -90,6 +102,8 @@ def encode_body(message: Message) -> bytes:
 
 def encode(message: Message, request_id: bytes = NO_REQUEST) -> list[bytes]:
     """Both parts of a frame, ready for `send_multipart`."""
+    if len(request_id) != ID_BYTES:
+        raise ValueError(f"a request id has {ID_BYTES} bytes, this one has {len(request_id)}")
     return [head_of(_TAGS[type(message)], request_id), encode_body(message)]
 
 
@@ -106,7 +120,7 @@ def decode_body(kind: int, request_id: bytes, body: bytes) -> Message:
     if decoder is None:
         raise UnknownKind(f"unknown kind 0x{kind:02x}", kind=kind, request_id=request_id)
     if len(body) > MAX_FRAME_BYTES:
-        raise FrameError(
+        raise FrameTooLarge(
             f"frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}",
             kind=kind,
             request_id=request_id,

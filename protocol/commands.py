@@ -16,7 +16,7 @@ class Command(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type",
     """Base of all commands."""
 
 
-class Load(Command, tag=0x01):
+class Load(Command, tag=0x01, frozen=True):
     """Load a model into a worker of its own. Forwarded to the worker.
 
     Answer: `LoadProgress`*, then `Loaded` or `LoadFailed`. What is already loaded answers `Loaded` at once.
@@ -44,7 +44,7 @@ class Load(Command, tag=0x01):
     """Decode one request at a time, for text that never depends on company."""
 
 
-class Generate(Command, tag=0x02):
+class Generate(Command, tag=0x02, frozen=True):
     """Generate text. Forwarded to the worker. Exactly one of `prompt`, `tokens`, `messages`.
 
     Answer: `Accepted (Progress | Snapshot)* (Done | Failed)`, or `Failed` alone.
@@ -91,7 +91,7 @@ class Generate(Command, tag=0x02):
     """Set by the orchestrator only: the `seq` of the next snapshot."""
 
 
-class Cancel(Command, tag=0x03):
+class Cancel(Command, tag=0x03, frozen=True):
     """Cancel the request whose id is in the head. Forwarded. Idempotent, and never answered:
     the request itself ends with `Done` and this reason. An unknown id is a no-op."""
 
@@ -99,19 +99,19 @@ class Cancel(Command, tag=0x03):
     """`deadline` is set by the orchestrator only."""
 
 
-class Stats(Command, tag=0x04):
+class Stats(Command, tag=0x04, frozen=True):
     """Ask for statistics. Answer: `StatsReply`. `model` None: all of them."""
 
     model: str | None = None
 
 
-class Unload(Command, tag=0x05):
+class Unload(Command, tag=0x05, frozen=True):
     """Unload a model. Answer: `Unloaded`, after its process is gone. Its requests end with `unloaded`."""
 
     model: str
 
 
-class Shutdown(Command, tag=0x06):
+class Shutdown(Command, tag=0x06, frozen=True):
     """End the daemon, or, from the orchestrator, a worker. Answer: `Exiting`."""
 
     grace_s: float = 5.0
@@ -119,11 +119,11 @@ class Shutdown(Command, tag=0x06):
     """Let running requests finish within the grace instead of cancelling them."""
 
 
-class Models(Command, tag=0x07):
+class Models(Command, tag=0x07, frozen=True):
     """List the models. To the orchestrator only. Answer: `ModelsReply`."""
 
 
-class Attach(Command, tag=0x08):
+class Attach(Command, tag=0x08, frozen=True):
     """Receive the stream of a live or lately finished request, whole from its start. Orchestrator only.
 
     The answer comes under the head id of this command, with the grammar of `Generate`.
@@ -133,7 +133,7 @@ class Attach(Command, tag=0x08):
     """The 16-byte id of the request to follow."""
 
 
-class Restart(Command, tag=0x09):
+class Restart(Command, tag=0x09, frozen=True):
     """Replace a model's worker by a fresh one, also out of state FAILED. To the orchestrator only.
 
     Answer: as for `Load`.

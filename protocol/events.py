@@ -11,7 +11,7 @@ class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", t
     """Base of all events."""
 
 
-class Hello(Event, tag=0x41):
+class Hello(Event, tag=0x41, frozen=True):
     """First frame of a worker, sent before its heavy imports."""
 
     protocol: int
@@ -22,7 +22,7 @@ class Hello(Event, tag=0x41):
     size: int = 1
 
 
-class LoadProgress(Event, tag=0x42):
+class LoadProgress(Event, tag=0x42, frozen=True):
     """A load moves. `total` 0: unknown."""
 
     phase: str
@@ -31,14 +31,14 @@ class LoadProgress(Event, tag=0x42):
     total: int = 0
 
 
-class Loaded(Event, tag=0x43):
+class Loaded(Event, tag=0x43, frozen=True):
     """A load ended well; what is in force."""
 
     name: str
     info: WorkerInfo
 
 
-class LoadFailed(Event, tag=0x44):
+class LoadFailed(Event, tag=0x44, frozen=True):
     """A load ended badly. No process is left."""
 
     code: str
@@ -46,14 +46,14 @@ class LoadFailed(Event, tag=0x44):
     retryable: bool = False
 
 
-class Accepted(Event, tag=0x45):
+class Accepted(Event, tag=0x45, frozen=True):
     """The request passed all checks that need no model, and has a place. Made by the orchestrator."""
 
     position: int = 0
     """Requests before it; 0: starts at once."""
 
 
-class Progress(Event, tag=0x46):
+class Progress(Event, tag=0x46, frozen=True):
     """A request is alive. Sent when a phase changes, as prefill proceeds, and by a clock in silence."""
 
     phase: Phase
@@ -61,7 +61,7 @@ class Progress(Event, tag=0x46):
     total: int = 0
 
 
-class Snapshot(Event, tag=0x47):
+class Snapshot(Event, tag=0x47, frozen=True):
     """New text of a request. Cumulative by meaning, delta on the wire: `text` belongs at `offset`."""
 
     seq: int
@@ -74,7 +74,7 @@ class Snapshot(Event, tag=0x47):
     channel: Channel = "content"
 
 
-class Done(Event, tag=0x48):
+class Done(Event, tag=0x48, frozen=True):
     """The request ended well. Its last event."""
 
     finish_reason: FinishReason
@@ -89,7 +89,7 @@ class Done(Event, tag=0x48):
     """Workers that the request survived."""
 
 
-class Failed(Event, tag=0x49):
+class Failed(Event, tag=0x49, frozen=True):
     """The request ended badly. Its last event; never an empty success instead."""
 
     code: str
@@ -98,7 +98,7 @@ class Failed(Event, tag=0x49):
     usage: Usage = Usage()
 
 
-class StatsReply(Event, tag=0x4A):
+class StatsReply(Event, tag=0x4A, frozen=True):
     """Answer to `Stats`."""
 
     models: list[ModelStatus] = []
@@ -108,7 +108,7 @@ class StatsReply(Event, tag=0x4A):
     """Figures of the orchestrator: rss_bytes, uptime_s, clients, requests, frames_refused, …"""
 
 
-class Heartbeat(Event, tag=0x4B):
+class Heartbeat(Event, tag=0x4B, frozen=True):
     """From the worker's io thread, on a clock. Proves the process, not the progress: that is `steps`."""
 
     steps: int
@@ -117,21 +117,21 @@ class Heartbeat(Event, tag=0x4B):
     """Seconds since the executor last made a step while it had work; None: idle."""
 
 
-class Exiting(Event, tag=0x4C):
+class Exiting(Event, tag=0x4C, frozen=True):
     """The sender ends now, on purpose."""
 
     reason: str = ""
     exit_code: int = 0
 
 
-class Unloaded(Event, tag=0x4D):
+class Unloaded(Event, tag=0x4D, frozen=True):
     """Answer to `Unload`: the process is reaped."""
 
     name: str
     was_loaded: bool = True
 
 
-class ModelsReply(Event, tag=0x4E):
+class ModelsReply(Event, tag=0x4E, frozen=True):
     """Answer to `Models`."""
 
     models: list[ModelStatus] = []

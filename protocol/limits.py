@@ -12,17 +12,22 @@ MAX_FRAME_BYTES: Final = 64 * MIB
 MAX_NAME_CHARS: Final = 256
 MAX_PATH_CHARS: Final = 4096
 MAX_MESSAGES: Final = 10_000
+MAX_PROMPT_TOKENS: Final = 4 * MIB
+"""Ids that `tokens` may hold; the context limit of the model cuts first."""
+
 MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 4096
 MAX_TOKENS: Final = 2**31 - 1
-"""Ceiling of `max_tokens`; the context limit of the model cuts first."""
+"""Ceiling of `max_tokens` and of a token id; the context limit and the vocabulary of the model cut first."""
 
 MAX_SEED: Final = 2**63 - 1
 MAX_TEMPERATURE: Final = 100.0
 MAX_PENALTY: Final = 100.0
+MAX_BIAS: Final = 1000.0
 MAX_STREAM_INTERVAL: Final = 4096
 MAX_DEADLINE_S: Final = 7 * 24 * 3600.0
+MAX_GRACE_S: Final = 24 * 3600.0
 
 DEFAULT_MAX_TOKENS: Final = 512
 DEFAULT_TEMPERATURE: Final = 0.0

@@ -21,7 +21,7 @@ CancelReason = Literal["cancelled", "deadline"]
 ROLES: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
 
-class Part(Value):
+class Part(Value, frozen=True):
     """One piece of a message. `type` is `text` (with `text`) or `image` (with `data` or `path`)."""
 
     type: str
@@ -30,7 +30,7 @@ class Part(Value):
     path: str | None = None
 
 
-class ChatMessage(Value):
+class ChatMessage(Value, frozen=True):
     """One turn of a chat. `content` may be absent only when `tool_calls` is given."""
 
     role: str
@@ -41,7 +41,7 @@ class ChatMessage(Value):
     reasoning_content: str | None = None
 
 
-class Usage(Value):
+class Usage(Value, frozen=True):
     """Token counts of one request. `prompt_tokens` includes `cached_tokens`."""
 
     prompt_tokens: int = 0
@@ -53,7 +53,7 @@ class Usage(Value):
         return self.prompt_tokens + self.completion_tokens
 
 
-class Timings(Value):
+class Timings(Value, frozen=True):
     """Durations of one request, with llama-server's field names. Milliseconds and tokens a second."""
 
     prompt_n: int = 0
@@ -68,7 +68,7 @@ class Timings(Value):
     queued_ms: float = 0.0
 
 
-class Memory(Value):
+class Memory(Value, frozen=True):
     """Bytes, as the worker sees them. `mlx_*` is MLX's allocator, `footprint` the whole process."""
 
     mlx_active: int = 0
@@ -77,7 +77,7 @@ class Memory(Value):
     footprint: int = 0
 
 
-class Limits(Value):
+class Limits(Value, frozen=True):
     """Limits really in force in a worker, read back after they were set."""
 
     context_tokens: int = 0
@@ -90,7 +90,7 @@ class Limits(Value):
     """Who enforces the memory limit: `metal`, `orchestrator` or empty when there is none."""
 
 
-class TemplateInfo(Value):
+class TemplateInfo(Value, frozen=True):
     """What is known of the chat template. `format` is chatml, llama3, mistral, custom or generic."""
 
     has_template: bool = False
@@ -100,7 +100,7 @@ class TemplateInfo(Value):
     tools: bool = False
 
 
-class WorkerInfo(Value):
+class WorkerInfo(Value, frozen=True):
     """What a worker reports once its model is loaded."""
 
     engine: str = ""
@@ -117,7 +117,7 @@ class WorkerInfo(Value):
     versions: dict[str, str] = {}
 
 
-class WorkerStats(Value):
+class WorkerStats(Value, frozen=True):
     """One sample of a live worker. Counters only ever grow within one incarnation."""
 
     running: int = 0
@@ -141,7 +141,7 @@ class WorkerStats(Value):
     frames_refused: int = 0
 
 
-class ModelStatus(Value):
+class ModelStatus(Value, frozen=True):
     """One model as the orchestrator sees it: a line of `bulkhead ps`."""
 
     name: str
@@ -163,3 +163,9 @@ class ModelStatus(Value):
     requests_total: int = 0
     requests_resumed: int = 0
     stats_age_s: float | None = None
+    problem: str = ""
+    """Why the model is in BACKOFF or FAILED, or what ended the last worker."""
+    health: str = ""
+    """fine, suspect (late heartbeat), suspended (stopped by a signal) or stalled."""
+    log_tail: list[str] = []
+    """Last lines of the worker's output, in BACKOFF and FAILED."""

@@ -1,0 +1,137 @@
+"""`Client`, the blocking client of a daemon. Thread-safe: one background thread of its own has the socket."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+from typing import TypeVar, Unpack
+
+from ..protocol.codec import new_request_id
+from ..protocol.commands import Attach, Command, Generate, Models, Restart, Shutdown, Stats, Unload
+from ..protocol.errors import Disconnected
+from ..protocol.events import Event, Exiting, Loaded, ModelsReply, StatsReply, Unloaded
+from ..protocol.values import ModelStatus, WorkerInfo
+from .client_answers import OnProgress, read_answer, remedy, request_id_bytes
+from .client_core import ClientCore
+from .client_io import ThreadDriver
+from .client_live import ClientSettings, Live
+from .client_streams import Inbox, Stream
+from .options import GenerateOptions, LoadOptions, make_generate, make_load
+from .run_dir import DAEMON_SOCKET, default_run_dir, socket_path
+from .views import Result
+
+E = TypeVar("E", bound=Event)
+
+
+class Client:
+    """A connection to the daemon of a run directory. Raises `Disconnected` if none answers within `timeout`.
+
+    Args:
+        run_dir: where the daemon runs; None: `$BULKHEAD_RUN_DIR`, else the user's default.
+        timeout: seconds for a short answer, and for a lost daemon to come back.
+        silence: seconds without a word for a live request after which the daemon is probed.
+    """
+
+    def __init__(self, run_dir: Path | str | None = None, *, timeout: float = 10.0, silence: float = 5.0) -> None:
+        self.run_dir = Path(run_dir).expanduser().absolute() if run_dir is not None else default_run_dir()
+        self._timeout = timeout
+        core = ClientCore(ClientSettings(timeout=timeout, silence=silence), remedy(self.run_dir))
+        self._driver = ThreadDriver(core, socket_path(self.run_dir, DAEMON_SOCKET))
+        try:
+            self.models()
+        except BaseException:
+            self._driver.close()
+            raise
+
+    def load(
+        self,
+        name: str,
+        model: str | os.PathLike[str],
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> WorkerInfo:
+        """Load a model under a name and wait until it is ready. `on_progress` is called in this thread."""
+        return self._call(make_load(name, model, options), Loaded, on_progress, timeout=None).info
+
+    def unload(self, name: str) -> bool:
+        """Unload a model and wait until its process is gone. False: it was not loaded."""
+        return self._call(Unload(model=name), Unloaded, timeout=None).was_loaded
+
+    def restart(self, name: str, *, on_progress: OnProgress | None = None) -> WorkerInfo:
+        """Replace a model's worker by a fresh one and wait until it is ready."""
+        return self._call(Restart(model=name), Loaded, on_progress, timeout=None).info
+
+    def generate(self, model: str, **options: Unpack[GenerateOptions]) -> Stream:
+        """Start a generation. Returns at once; errors of the daemon come from the stream."""
+        command = make_generate(model, options)
+        inbox = Inbox()
+        own = not command.detached
+        live = Live(Generate, new_request_id(), inbox, cancel_on_close=own)
+        return Stream(self._driver, live, command, inbox, own=own)
+
+    def complete(self, model: str, **options: Unpack[GenerateOptions]) -> Result:
+        """Generate and wait for the whole."""
+        with self.generate(model, **options) as stream:
+            return stream.result()
+
+    def attach(self, request_id: str | bytes) -> Stream:
+        """Follow a live or lately finished request from its start."""
+        target = request_id_bytes(request_id)
+        inbox = Inbox()
+        return Stream(self._driver, Live(Attach, target, inbox), Attach(request=target), inbox, own=False)
+
+    def stats(self, name: str | None = None) -> StatsReply:
+        """Figures of one model, or of all and the daemon."""
+        return self._call(Stats(model=name), StatsReply)
+
+    def models(self) -> list[ModelStatus]:
+        """The models that are loaded or configured."""
+        return self._call(Models(), ModelsReply).models
+
+    def shutdown(self, grace_s: float = 5.0, *, drain: bool = False) -> None:
+        """End the daemon. With `drain`, running requests may finish within the grace."""
+        self._call(Shutdown(grace_s=grace_s, drain=drain), Exiting, timeout=grace_s + self._timeout)
+
+    def close(self) -> None:
+        """Cancel what runs, end the background thread, close the socket: within a second. Idempotent."""
+        self._driver.close()
+
+    def _call(
+        self,
+        command: Command,
+        wanted: type[E],
+        on_progress: OnProgress | None = None,
+        *,
+        timeout: float | None = -1.0,
+    ) -> E:
+        inbox = Inbox()
+        live = Live(type(command), new_request_id(), inbox, self._timeout if timeout == -1.0 else timeout)
+        self._driver.post(lambda core, now: core.submit(live, command, now))
+        answer: E | None = None
+        try:
+            while answer is None:
+                answer = read_answer(inbox.pop(), wanted, on_progress)
+        finally:
+            if answer is None:
+                self._forget(live)
+        return answer
+
+    def _forget(self, live: Live) -> None:
+        try:
+            self._driver.post(lambda core, _: core.abandon(live, cancel=False))
+        except Disconnected:
+            pass
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if driver := getattr(self, "_driver", None):
+            driver.stop()  # waiting for a thread has no place in a collector

@@ -1,0 +1,199 @@
+"""The client's sockets: a thread that owns one for `Client`, and the same on an asyncio loop for `AsyncClient`.
+
+Both drive a `ClientCore` and decide nothing. The only client file that touches zmq.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from ..protocol.errors import Disconnected, InternalError
+from .channel import BATCH, Pump, open_socket
+from .client_core import ClientCore, Connect
+
+Input = Callable[[ClientCore, float], None]
+"""Something a caller wants of the core."""
+
+_DROPPED = "its connection ended"
+
+
+def why_not_there(path: Path) -> str:
+    """Why nobody answers on a Unix socket, or nothing if somebody listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(os.fspath(path))
+        except BlockingIOError:
+            return ""  # a full backlog: there, and busy
+        except FileNotFoundError:
+            return f"there is no socket {path}"
+        except ConnectionRefusedError:
+            return f"nobody listens on {path}"
+        except OSError as error:
+            return f"cannot connect to {path}: {error.strerror or error}"
+    return ""
+
+
+class Wire:
+    """One socket to the daemon, with its connection's end reported and an outbox for what it cannot take yet."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+        self.socket = open_socket(context, zmq.DEALER)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a new connection is a new peer: the core must know
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.outbox: deque[list[bytes]] = deque()
+        self._owner = threading.get_ident()
+        self.socket.connect(f"ipc://{path}")
+
+    def send(self, frame: list[bytes]) -> None:
+        self.outbox.append(frame)
+        self.flush()
+
+    def flush(self) -> None:
+        assert threading.get_ident() == self._owner, "a zmq socket has one thread"
+        while self.outbox and not self.socket.closed:
+            try:
+                self.socket.send_multipart(self.outbox[0], zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            self.outbox.popleft()
+
+    def dropped(self) -> bool:
+        """Whether the monitor has reported the connection's end."""
+        ended = False
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
+            ended = ended or event["event"] == zmq.EVENT_DISCONNECTED
+        return ended
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.socket.close()
+
+
+class ThreadDriver:
+    """Drives a core from a thread of its own; any thread may `post`."""
+
+    def __init__(self, core: ClientCore, path: Path) -> None:
+        self._core = core
+        self._path = path
+        self._inputs: deque[Input] = deque()
+        self._lock = threading.RLock()  # re-entrant: a collected Stream may post from inside a post
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        self._signalled = False
+        self._stopping = False
+        self._closed = False
+        self._wire: Wire | None = None
+        self._thread = threading.Thread(target=self._run, name="bulkhead-client", daemon=True)
+        self._thread.start()
+
+    def post(self, wanted: Input) -> None:
+        """Have the thread do something with the core. Raises `Disconnected` once closed."""
+        with self._lock:
+            if self._stopping or self._closed:
+                raise Disconnected("the client is closed")
+            self._inputs.append(wanted)
+            self._wake()
+
+    def stop(self) -> None:
+        """Ask the thread to end; does not wait."""
+        with self._lock:
+            self._stopping = True
+            if not self._closed:
+                self._wake()
+
+    def close(self) -> None:
+        """End the thread and wait for it, a second at most. Idempotent."""
+        self.stop()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(1.0)
+
+    def _wake(self) -> None:
+        if not self._signalled:
+            self._signalled = True
+            os.write(self._wake_write, b"!")
+
+    def _run(self) -> None:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        try:
+            while not self._stopping:
+                self._step(context)
+            self._core.close()
+            self._perform(context)
+        except Exception as error:  # a fault of ours must not leave callers waiting
+            self._core.fail_all(InternalError(f"the client's socket thread ended: {error!r}"))
+        finally:
+            with self._lock:
+                self._closed = True
+                os.close(self._wake_read)
+                os.close(self._wake_write)
+            while self._inputs:  # posted in the last moment: their sinks hear of it too
+                self._inputs.popleft()(self._core, time.monotonic())
+            self._core.close()
+            if self._wire is not None:
+                self._wire.close()
+            context.term()  # bounded by the linger of the socket
+
+    def _step(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._perform(context)
+        now = time.monotonic()
+        until = self._core.wait_until(now)
+        self._wait(None if until is None else max(0.0, until - now))
+        now = time.monotonic()
+        if self._wire is not None:
+            self._receive(self._wire, now)
+        while self._inputs:
+            self._inputs.popleft()(self._core, now)
+        self._core.tick(now)
+
+    def _wait(self, timeout: float | None) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_read, zmq.POLLIN)
+        if self._wire is not None:
+            poller.register(self._wire.monitor, zmq.POLLIN)
+            poller.register(self._wire.socket, zmq.POLLIN | (zmq.POLLOUT if self._wire.outbox else 0))
+        poller.poll(None if timeout is None else timeout * 1000 + 1)
+        if self._signalled:
+            os.read(self._wake_read, 64)
+            self._signalled = False  # before the inputs are taken: a later post wakes again
+
+    def _receive(self, wire: Wire, now: float) -> None:
+        """What has arrived, first of all; the connection's end only after it."""
+        dropped = wire.dropped()
+        for _ in range(BATCH if not dropped else 1_000_000):
+            try:
+                parts = wire.socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                break
+            self._core.frame(parts, now)
+        wire.flush()
+        if dropped:
+            self._core.lost(_DROPPED, now)
+
+    def _perform(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        while actions := self._core.actions():
+            for action in actions:
+                if isinstance(action, list):
+                    if self._wire is not None:
+                        self._wire.send(action)
+                    continue
+                if self._wire is not None:
+                    self._wire.close()
+                    self._wire = None
+                if isinstance(action, Connect):
+                    if why := why_not_there(self._path):
+                        self._core.lost(why, time.monotonic(), refused=True)
+                        break
+                    self._wire = Wire(context, self._path)

@@ -1,0 +1,124 @@
+"""Drives the client's core on an asyncio loop, for `AsyncClient`. Decides nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ..protocol.errors import Disconnected
+from .channel import Pump
+from .client_core import ClientCore
+from .client_io import DROPPED, Input, Wire, new_context, why_not_there
+from .client_live import Connect
+
+
+class LoopDriver:
+    """Drives a core on the running asyncio loop."""
+
+    def __init__(self, core: ClientCore, path: Path) -> None:
+        self._core = core
+        self._path = path
+        self.loop = asyncio.get_running_loop()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._wire: Wire | None = None
+        self._pumps: list[Pump] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0
+        self.closed = False
+        self._thread = threading.get_ident()
+
+    def post(self, wanted: Input) -> None:
+        """Do something with the core; on the loop's thread. Raises `Disconnected` once closed."""
+        if self.closed:
+            raise Disconnected("the client is closed")
+        wanted(self._core, time.monotonic())
+        self._perform()
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Call now on the loop's own thread, else soon: a collector may run anywhere, and after the loop."""
+        if threading.get_ident() == self._thread:
+            function()
+        elif not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(function)
+
+    def close(self) -> None:
+        """Close the socket. Takes the socket's linger at most."""
+        if self.closed:
+            return
+        self.closed = True
+        self._core.close()
+        self._perform()
+        self._drop_wire()
+        if self._timer is not None:
+            self._timer.cancel()
+        self._context.term()
+
+    def _message(self, parts: list[bytes]) -> None:
+        self._core.frame(parts, time.monotonic())
+        self._perform()
+
+    def _monitored(self, parts: list[bytes]) -> None:
+        if parse_monitor_message(parts)["event"] == zmq.EVENT_DISCONNECTED:
+            self._drain()
+            self._core.lost(_DROPPED, time.monotonic())
+            self._perform()
+
+    def _drain(self) -> None:
+        """Hear what has arrived, before time or a broken connection is judged."""
+        while self._wire is not None and self._wire.socket.EVENTS & zmq.POLLIN:
+            self._core.frame(self._wire.socket.recv_multipart(zmq.NOBLOCK), time.monotonic())
+
+    def _flush(self) -> None:
+        if self._wire is not None:
+            self._wire.flush()
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._drain()
+        self._core.tick(time.monotonic())
+        self._perform()
+
+    def _perform(self) -> None:
+        while actions := self._core.actions():
+            for action in actions:
+                if isinstance(action, list):
+                    if self._wire is not None:
+                        self._wire.send(action)
+                    continue
+                self._drop_wire()
+                if isinstance(action, Connect):
+                    if why := why_not_there(self._path):
+                        self._core.lost(why, time.monotonic(), refused=True)
+                        break
+                    self._wire = Wire(self._context, self._path)
+                    self._pumps = [
+                        Pump(self._wire.socket, self._message, self._flush),
+                        Pump(self._wire.monitor, self._monitored),
+                    ]
+            if self._pumps:
+                self._pumps[0].check()
+        self._arm()
+
+    def _arm(self) -> None:
+        """Have the timer ring in time. It may ring early: setting it anew at every frame would cost more."""
+        if self.closed:
+            return
+        now = time.monotonic()
+        until = self._core.wait_until(now)
+        if until is None or (self._timer is not None and self._timer_at <= until):
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_at = until
+        self._timer = self.loop.call_later(max(0.0, until - now), self._tick)
+
+    def _drop_wire(self) -> None:
+        wire, self._wire = self._wire, None
+        pumps, self._pumps = self._pumps, []
+        if wire is not None:
+            pumps[1].close()
+            wire.socket.disable_monitor()
+            pumps[0].close()

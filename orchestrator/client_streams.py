@@ -1,0 +1,258 @@
+"""The streams that `Client` and `AsyncClient` hand out, and the inboxes that their frames come through."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from ..protocol.commands import Command
+from ..protocol.errors import Disconnected, RequestTimeout
+from .client_answers import PROGRESS, StreamReader
+from .client_live import Item, Live
+from .views import Result, Snap
+
+if TYPE_CHECKING:
+    from .client_io import ThreadDriver
+    from .client_loop import LoopDriver
+
+
+class Inbox:
+    """The sink of one request: filled by the socket's thread, emptied by a caller's. Bounded by the output."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._filled = threading.Condition(threading.Lock())
+
+    def push(self, item: Item) -> None:
+        with self._filled:
+            if self._items and _is_progress(item) and _is_progress(self._items[-1]):
+                self._items[-1] = item  # a state, not a sequence: nobody reads the older one
+            else:
+                self._items.append(item)
+            self._filled.notify()
+
+    def pop(self, until: float | None = None) -> Item:
+        """The next item. Raises `RequestTimeout` when none has come by then (monotonic seconds)."""
+        with self._filled:
+            while not self._items:
+                left = None if until is None else until - time.monotonic()
+                if left is not None and left <= 0:
+                    raise RequestTimeout("the request has not ended within the time given; it goes on")
+                self._filled.wait(left)
+            return self._items.popleft()
+
+
+def _is_progress(item: Item) -> bool:
+    return isinstance(item, tuple) and item[0] == PROGRESS
+
+
+class Stream:
+    """One request as it runs: iterate for `Snap`s, or call `result()`. For one reading thread at a time.
+
+    Leaving a `with` block early, or dropping the last reference, cancels the request, unless it is detached or
+    was only attached to. `cancel()` may be called from any thread.
+    """
+
+    def __init__(self, driver: ThreadDriver, live: Live, command: Command, inbox: Inbox, *, own: bool) -> None:
+        self._driver = driver
+        self._live = live
+        self._inbox = inbox
+        self._own = own
+        self._reader = StreamReader(live.request_id)
+        self.request_id = live.request_id.hex()
+        driver.post(lambda core, now: core.submit(live, command, now))
+
+    def __iter__(self) -> Iterator[Snap]:
+        return self
+
+    def __next__(self) -> Snap:
+        snap = self._next(None)
+        if snap is None:
+            if error := self._reader.assembler.error:
+                raise error
+            raise StopIteration
+        return snap
+
+    def snapshots(self, *, progress: bool = True) -> Iterator[Snap]:
+        """Iterate; with `progress`, also over snaps without text that tell of queue, load and prefill."""
+        self._reader.assembler.progress = progress
+        return self
+
+    def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end. Raises the typed error of a request that failed, and `RequestTimeout`, after which
+        the request still goes on, if `timeout` seconds were not enough."""
+        until = None if timeout is None else time.monotonic() + timeout
+        while self._next(until) is not None:
+            pass
+        assembler = self._reader.assembler
+        if assembler.result is not None:
+            return assembler.result
+        raise assembler.error or Disconnected("the stream was closed before its end")
+
+    def cancel(self) -> None:
+        """End the request with what it has. Idempotent; the stream then ends with finish_reason `cancelled`."""
+        if not self._reader.assembler.closed:
+            try:
+                self._driver.post(lambda core, _: core.cancel(self._live))
+            except Disconnected:
+                pass  # a closed client has cancelled it
+
+    def close(self) -> None:
+        """Stop reading: cancels an unfinished request of this client's own. Idempotent, does not wait."""
+        assembler = self._reader.assembler
+        if assembler.closed:
+            return
+        assembler.fail(Disconnected("the stream was closed before its end"))
+        self._abandon()
+
+    def _abandon(self) -> None:
+        live, own = self._live, self._own  # no reference to self: this runs from __del__ too
+        try:
+            self._driver.post(lambda core, _: core.abandon(live, cancel=own))
+        except Disconnected:
+            pass
+
+    def _next(self, until: float | None) -> Snap | None:
+        reader = self._reader
+        while not reader.assembler.closed:
+            snap = reader.feed(self._inbox.pop(until))
+            if reader.broken:
+                self._abandon()
+            if snap is not None:
+                return snap
+        return None
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "request_id"):  # else __init__ did not get that far
+            self.close()
+
+
+class AsyncInbox:
+    """The sink of one request on the loop."""
+
+    def __init__(self) -> None:
+        self._items: deque[Item] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def push(self, item: Item) -> None:
+        items = self._items
+        if items and isinstance(item, tuple) and item[0] == PROGRESS:
+            last = items[-1]
+            if isinstance(last, tuple) and last[0] == PROGRESS:
+                items.pop()  # a state, not a sequence: nobody reads the older one
+        items.append(item)
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def pop(self) -> Item:
+        while not self._items:
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        return self._items.popleft()
+
+
+class AsyncStream:
+    """One request as it runs: `async for` gives `Snap`s, `await result()` the whole.
+
+    Leaving an `async with` block early, or dropping the last reference, cancels the request, unless it is
+    detached or was only attached to.
+    """
+
+    def __init__(self, driver: LoopDriver, live: Live, command: Command, inbox: AsyncInbox, *, own: bool) -> None:
+        self._driver = driver
+        self._live = live
+        self._inbox = inbox
+        self._own = own
+        self._reader = StreamReader(live.request_id)
+        self.request_id = live.request_id.hex()
+        driver.post(lambda core, now: core.submit(live, command, now))
+
+    def __aiter__(self) -> AsyncIterator[Snap]:
+        return self
+
+    async def __anext__(self) -> Snap:
+        snap = await self._next()
+        if snap is None:
+            if error := self._reader.assembler.error:
+                raise error
+            raise StopAsyncIteration
+        return snap
+
+    def snapshots(self, *, progress: bool = True) -> AsyncIterator[Snap]:
+        """Iterate; with `progress`, also over snaps without text that tell of queue, load and prefill."""
+        self._reader.assembler.progress = progress
+        return self
+
+    async def result(self, timeout: float | None = None) -> Result:
+        """Wait for the end. Raises the typed error of a request that failed, and `RequestTimeout`, after which
+        the request still goes on, if `timeout` seconds were not enough."""
+        try:
+            async with asyncio.timeout(timeout):
+                while await self._next() is not None:
+                    pass
+        except TimeoutError:
+            raise RequestTimeout("the request has not ended within the time given; it goes on") from None
+        assembler = self._reader.assembler
+        if assembler.result is not None:
+            return assembler.result
+        raise assembler.error or Disconnected("the stream was closed before its end")
+
+    def cancel(self) -> None:
+        """End the request with what it has. Idempotent; the stream then ends with finish_reason `cancelled`."""
+        if not self._reader.assembler.closed and not self._driver.closed:
+            self._driver.post(lambda core, _: core.cancel(self._live))
+
+    def close(self) -> None:
+        """Stop reading: cancels an unfinished request of this client's own. Idempotent, does not wait."""
+        assembler = self._reader.assembler
+        if not assembler.closed:
+            assembler.fail(Disconnected("the stream was closed before its end"))
+            self._abandon()
+
+    def _abandon(self) -> None:
+        driver, live, own = self._driver, self._live, self._own
+
+        def abandon() -> None:
+            if not driver.closed:
+                driver.post(lambda core, _: core.abandon(live, cancel=own))
+
+        driver.call(abandon)
+
+    async def _next(self) -> Snap | None:
+        reader = self._reader
+        while not reader.assembler.closed:
+            snap = reader.feed(await self._inbox.pop())
+            if reader.broken:
+                self._abandon()
+            if snap is not None:
+                return snap
+        return None
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "request_id"):  # else __init__ did not get that far
+            self.close()

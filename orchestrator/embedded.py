@@ -1,0 +1,351 @@
+"""`Orchestrator`: the asyncio API in a parent app, and the heart of the daemon.
+
+Holds the run directory, the table of requests and a supervisor a model. Knows no sockets of clients: those are
+`frontdoor.py`'s, which calls the same verbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Unpack
+
+import msgspec
+import psutil
+import zmq
+
+from ..protocol.codec import new_request_id
+from ..protocol.commands import Generate, Load
+from ..protocol.errors import BadRequest, ErrorCode, ShuttingDown, UnknownModel
+from ..protocol.events import StatsReply
+from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from .config import Config
+from .frontdoor import FrontDoor
+from .local_stream import LocalStream
+from .options import GenerateOptions, LoadOptions, make_generate, make_load
+from .policy.lifecycle import Budgets, State
+from .requests import LiveRequest, RequestTable
+from .run_dir import RunDir
+from .spawn import DEFAULT_COMMAND
+from .supervisor import Host, OnProgress, Supervisor
+from .tap import Tap
+from .views import Result
+
+log = logging.getLogger(__name__)
+
+
+class Orchestrator:
+    """Runs models in worker processes, from inside an asyncio application.
+
+    Args:
+        config: models, defaults and limits; None: all defaults and no model.
+        run_dir: directory for sockets, logs and notes; None: the config's, or a fresh temporary one.
+        front_door: also listen for other processes' clients on `<run dir>/daemon.sock`.
+        worker_command: the command that starts a worker; for tests and for frozen applications.
+
+    Use as `async with`. All verbs raise the typed errors of `protocol.errors`.
+    """
+
+    def __init__(
+        self,
+        config: Config | None = None,
+        *,
+        run_dir: Path | str | None = None,
+        front_door: bool = False,
+        worker_command: Sequence[str] = DEFAULT_COMMAND,
+    ) -> None:
+        self.config = config or Config.default()
+        self._wanted_run_dir = run_dir if run_dir is not None else self.config.run_dir
+        self._with_front_door = front_door
+        self._command = tuple(worker_command)
+        self._supervisors: dict[str, Supervisor] = {}
+        self._configured: dict[str, Load] = {name: model.load(name) for name, model in self.config.models.items()}
+        self._closing = False
+        self._shutdown_asked = asyncio.Event()
+        self._front_door: FrontDoor | None = None
+        self._keep_alive: asyncio.TimerHandle | None = None
+        self._started_at = 0.0
+
+    # ---- life -------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Orchestrator:
+        limits = self.config.limits
+        wanted = self._wanted_run_dir
+        self._run_dir = RunDir.hold(Path(wanted)) if wanted is not None else RunDir.temporary()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._table = RequestTable(max_requests=limits.max_requests, on_closed=self._request_closed)
+        self._table.on_deadline = lambda request: self._cancel(request, "deadline")
+        self._tap = Tap(self._context, self._run_dir.path)
+        self._host = Host(
+            context=self._context,
+            run_dir=self._run_dir,
+            table=self._table,
+            budgets=Budgets(
+                hello_s=limits.hello_s,
+                load_silence_s=limits.load_silence_s,
+                polite_s=limits.polite_s,
+                term_s=limits.term_s,
+                drain_s=limits.drain_s,
+            ),
+            restart=self.config.restart,
+            command=self._command,
+            on_frame=self._tap.show,
+        )
+        self._started_at = time.monotonic()
+        self._tick()
+        if self._with_front_door:
+            self._front_door = FrontDoor(self, self._context, self._run_dir.daemon_socket, self.config.limits)
+        for name, model in self.config.models.items():
+            if model.preload:
+                self._supervisor_for(name).preload()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """End all: tell every request, end every worker within `shutdown_grace_s`, reap them, free the run directory."""
+        if self._closing:
+            return
+        self._closing = True
+        for request in self._table.live():
+            self._table.fail(request, ErrorCode.SHUTTING_DOWN, "the orchestrator is ending")
+        workers = list(self._supervisors.values())
+        ending = [asyncio.ensure_future(worker.unload()) for worker in workers]
+        if ending:
+            _, late = await asyncio.wait(ending, timeout=self.config.limits.shutdown_grace_s)
+            if late:
+                for worker in workers:
+                    worker.kill()
+                await asyncio.wait(late)
+        for worker in workers:
+            worker.close()
+        if self._keep_alive is not None:
+            self._keep_alive.cancel()
+        if self._front_door is not None:
+            self._front_door.close()
+        self._tap.close()
+        self._context.term()
+        self._run_dir.close()
+
+    def request_shutdown(self) -> None:
+        """Make `wait_shutdown` return; a client's Shutdown does the same."""
+        self._shutdown_asked.set()
+
+    async def wait_shutdown(self) -> None:
+        """Wait until somebody asks for the end."""
+        await self._shutdown_asked.wait()
+
+    @property
+    def run_dir(self) -> Path:
+        return self._run_dir.path
+
+    @property
+    def gave_up(self) -> list[str]:
+        """Names of the models in state FAILED."""
+        return [name for name, s in self._supervisors.items() if s.state is State.FAILED]
+
+    # ---- verbs ------------------------------------------------------------------------------------------
+
+    async def load(
+        self,
+        name: str,
+        model: str | os.PathLike[str],
+        *,
+        on_progress: OnProgress | None = None,
+        **options: Unpack[LoadOptions],
+    ) -> WorkerInfo:
+        """Load a model into a worker of its own and wait until it is ready. Loading it again is a no-op."""
+        return await self.load_command(make_load(name, model, options), on_progress)
+
+    async def load_command(self, load: Load, on_progress: OnProgress | None = None) -> WorkerInfo:
+        """`load`, from a checked command."""
+        self._refuse_if_closing()
+        known = self._supervisors.get(load.name)
+        if known is not None and known.load != load:
+            if known.state not in (State.STOPPED, State.FAILED):
+                raise BadRequest(
+                    f"model {load.name!r} is {known.state.value} with other options "
+                    f"({_difference(known.load, load)}); unload it first"
+                )
+            known.load = load
+        supervisor = known or self._add_supervisor(load)
+        return await supervisor.wait_loaded(explicit=True, on_progress=on_progress)
+
+    async def unload(self, name: str, *, drain: bool = False) -> bool:
+        """Unload a model, and return once its process is gone. False if it was not loaded."""
+        supervisor = self._supervisors.get(name)
+        if supervisor is None:
+            if name not in self._configured:
+                raise self._unknown(name)
+            return False
+        was = supervisor.state is not State.STOPPED
+        await supervisor.unload(drain=drain)
+        if name not in self._configured and supervisor.leaving and self._supervisors.get(name) is supervisor:
+            supervisor.close()
+            del self._supervisors[name]
+        return was
+
+    async def restart(self, name: str, *, on_progress: OnProgress | None = None) -> WorkerInfo:
+        """Replace a model's worker by a fresh one, also out of state FAILED. Running requests are resumed."""
+        self._refuse_if_closing()
+        return await self._supervisor_for(name).restart(on_progress)
+
+    def generate(self, model: str, **options: Unpack[GenerateOptions]) -> LocalStream:
+        """Start a request. Bad options raise here; all that comes later is raised by the stream."""
+        return self.follow(self.start(new_request_id(), make_generate(model, options)))
+
+    async def complete(self, model: str, **options: Unpack[GenerateOptions]) -> Result:
+        """The whole answer."""
+        async with self.generate(model, **options) as stream:
+            return await stream.result()
+
+    def attach(self, request_id: str | bytes) -> LocalStream:
+        """Follow a live or lately finished request from its start."""
+        raw = bytes.fromhex(request_id) if isinstance(request_id, str) else request_id
+        return self.follow(self.find(raw))
+
+    async def models(self) -> list[ModelStatus]:
+        """All models: those configured, and those loaded by name."""
+        return self.model_statuses()
+
+    async def stats(self, name: str | None = None) -> StatsReply:
+        """Figures of all models, or of one, and of this process."""
+        return self.stats_reply(name)
+
+    # ---- what the front door needs, without awaiting ----------------------------------------------------
+
+    def start(self, request_id: bytes, message: Generate) -> LiveRequest:
+        """Accept a checked request and set it on its way. Raises typed errors."""
+        self._refuse_if_closing()
+        message = self._with_defaults(message)
+        supervisor = self._supervisor_for(message.model)
+        if supervisor.leaving and message.model not in self._configured:
+            raise self._unknown(message.model)
+        supervisor.check_room()
+        request = self._table.open(request_id, message)
+        supervisor.admit(request)
+        return request
+
+    def find(self, request_id: bytes) -> LiveRequest:
+        """A live or lately finished request. Raises `BadRequest`."""
+        request = self._table.find(request_id)
+        if request is None:
+            raise BadRequest(f"no request {request_id.hex()}: it never was, or ended some minutes ago")
+        return request
+
+    def follow(self, request: LiveRequest) -> LocalStream:
+        return LocalStream(request, self.cancel)
+
+    def cancel(self, request: LiveRequest) -> None:
+        """Cancel a request in any phase. Idempotent."""
+        self._cancel(request, "cancelled")
+
+    def cancel_id(self, request_id: bytes) -> None:
+        """Cancel by id; an unknown id is a no-op."""
+        request = self._table.find(request_id)
+        if request is not None:
+            self.cancel(request)
+
+    def model_statuses(self) -> list[ModelStatus]:
+        loaded = [s.status() for s in self._supervisors.values()]
+        idle = [
+            ModelStatus(name=name, state=State.STOPPED.value, model=load.model)
+            for name, load in self._configured.items()
+            if name not in self._supervisors
+        ]
+        return loaded + idle
+
+    def stats_reply(self, name: str | None) -> StatsReply:
+        statuses = self.model_statuses()
+        if name is not None:
+            statuses = [s for s in statuses if s.name == name]
+            if not statuses:
+                raise self._unknown(name)
+        process = psutil.Process()
+        daemon: dict[str, float] = {
+            "pid": float(process.pid),
+            "rss_bytes": float(process.memory_info().rss),
+            "uptime_s": time.monotonic() - self._started_at,
+            "requests_live": float(len(self._table)),
+            "requests_total": float(self._table.total),
+            "requests_resumed": float(self._table.resumed),
+            "frames_refused": float(
+                self._table.frames_refused + sum(s.frames_refused for s in self._supervisors.values())
+            ),
+        }
+        if self._front_door is not None:
+            daemon.update(self._front_door.figures())
+        return StatsReply(models=statuses, daemon=daemon)
+
+    # ---- inside -----------------------------------------------------------------------------------------
+
+    def _supervisor_for(self, name: str) -> Supervisor:
+        known = self._supervisors.get(name)
+        if known is not None:
+            return known
+        load = self._configured.get(name)
+        if load is None:
+            raise self._unknown(name)
+        return self._add_supervisor(load)
+
+    def _add_supervisor(self, load: Load) -> Supervisor:
+        supervisor = Supervisor(self._host, load)
+        self._supervisors[load.name] = supervisor
+        return supervisor
+
+    def _unknown(self, name: str) -> UnknownModel:
+        known = sorted({*self._supervisors, *self._configured})
+        have = f"known are {', '.join(known[:10])}" if known else "no model is loaded or configured"
+        return UnknownModel(f"no model {name[:80]!r}; {have}")
+
+    def _refuse_if_closing(self) -> None:
+        if self._closing:
+            raise ShuttingDown("the orchestrator is ending")
+
+    def _with_defaults(self, message: Generate) -> Generate:
+        """Fill what the request left open and the config sets."""
+        defaults: Mapping[str, object] = self.config.request_defaults()
+        missing = {k: v for k, v in defaults.items() if v is not None and getattr(message, k) is None}
+        return msgspec.structs.replace(message, **missing) if missing else message
+
+    def _cancel(self, request: LiveRequest, reason: CancelReason) -> None:
+        if request.closed:
+            return
+        supervisor = self._supervisors.get(request.model)
+        if supervisor is not None:
+            supervisor.cancel(request, reason)
+        else:
+            self._table.end_here(request, reason)
+
+    def _request_closed(self, request: LiveRequest) -> None:
+        supervisor = self._supervisors.get(request.model)
+        if supervisor is not None:
+            supervisor.request_closed()
+
+    def _tick(self) -> None:
+        """The keep-alive clock of all live requests."""
+        silence = self.config.limits.keepalive_s
+        self._table.keep_alive(silence, self._phase_of)
+        self._keep_alive = asyncio.get_running_loop().call_later(silence / 2, self._tick)
+
+    def _phase_of(self, request: LiveRequest) -> Phase | None:
+        supervisor = self._supervisors.get(request.model)
+        if request.sent:
+            return "decode" if request.log.has_text else None if request.log.has_progress else "queued"
+        return supervisor.phase_of_waiting() if supervisor is not None else None
+
+
+def _difference(old: Load, new: Load) -> str:
+    names = [f for f in old.__struct_fields__ if getattr(old, f) != getattr(new, f)]
+    with contextlib.suppress(ValueError):
+        names.remove("name")
+    return ", ".join(names)

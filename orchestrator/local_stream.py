@@ -1,0 +1,97 @@
+"""The stream object of an embedded orchestrator: one cursor into the request's log, assembled for an asyncio caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from types import TracebackType
+from typing import cast
+
+from ..protocol import codec
+from ..protocol.errors import InternalError
+from .requests import LiveRequest
+from .views import Assembler, Result, Snap, StreamEvent
+
+
+class LocalStream:
+    """The answer to one request, in this process. Iterate it for `Snap`s, or await `result()`.
+
+    Leaving the `async with` block or the iteration early cancels the request.
+    """
+
+    def __init__(self, request: LiveRequest, cancel: Callable[[LiveRequest], None]) -> None:
+        self._request = request
+        self._cancel = cancel
+        self._assembler = Assembler(request.id)
+        self._fresh = asyncio.Event()
+        self._fresh.set()
+        self._snaps: deque[Snap] = deque()
+        self._cursor = request.log.cursor(self._fresh.set)
+
+    @property
+    def request_id(self) -> str:
+        """Hexadecimal; what `attach` takes."""
+        return self._request.id.hex()
+
+    def cancel(self) -> None:
+        """Cancel the request. Idempotent; the stream then ends with finish_reason `cancelled`."""
+        self._cancel(self._request)
+
+    def __aiter__(self) -> AsyncIterator[Snap]:
+        return self.snapshots()
+
+    async def snapshots(self, *, progress: bool = False) -> AsyncIterator[Snap]:
+        """Snaps as they come; with `progress`, also while prefill or a restart goes on. Raises the typed error."""
+        self._assembler.progress = progress
+        try:
+            while True:
+                while self._snaps:
+                    yield self._snaps.popleft()
+                if self._assembler.closed:
+                    break
+                await self._more()
+        finally:
+            self._leave()
+        if self._assembler.error is not None:
+            raise self._assembler.error
+
+    async def result(self, timeout: float | None = None) -> Result:
+        """Read to the end. Raises the typed error, or `TimeoutError` (the request goes on) after `timeout` seconds."""
+        async with asyncio.timeout(timeout):
+            while not self._assembler.closed:
+                await self._more()
+                self._snaps.clear()
+        self._leave()
+        if self._assembler.error is not None:
+            raise self._assembler.error
+        if self._assembler.result is None:
+            raise InternalError("a request closed without result or error")
+        return self._assembler.result
+
+    async def _more(self) -> None:
+        await self._fresh.wait()
+        self._fresh.clear()
+        for kind, body in self._cursor.take():
+            event = cast(StreamEvent, codec.decode_body(kind, self._request.id, body))
+            snap = self._assembler.feed(event)
+            if snap is not None:
+                self._snaps.append(snap)
+
+    def _leave(self) -> None:
+        """No more is read: cancel what still runs, unless it was started to outlive its reader."""
+        if not self._assembler.closed and not self._request.message.detached:
+            self._cancel(self._request)
+        self._cursor.close()
+
+    async def __aenter__(self) -> LocalStream:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._leave()
+
+    def __del__(self) -> None:
+        if not self._request.closed and not self._request.message.detached and not self._assembler.closed:
+            self._cancel(self._request)

@@ -1,0 +1,226 @@
+"""What a caller may set on `load` and `generate`, and the commands made from it. Pure.
+
+The one door between loose Python arguments and strict commands: every caller's mistake becomes a `BadRequest`
+here, in the words that the wire decoder would use, before anything is sent. The command made shares no object
+with its caller.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final, NoReturn, TypedDict, TypeVar, cast
+
+from ..protocol import checks, codec
+from ..protocol.commands import Command, Generate, Load
+from ..protocol.errors import BadRequest, TooLarge, error_for
+from ..protocol.values import ChatMessage, OnCrash, Part
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Options of one generation; `protocol.commands.Generate` says what each means. Give exactly one of
+    `prompt`, `tokens` and `messages`."""
+
+    prompt: str | None
+    tokens: Sequence[int] | None
+    messages: Sequence[ChatMessage | Mapping[str, Any]] | None
+    tools: Sequence[Mapping[str, Any]] | None
+    template_args: Mapping[str, Any] | None
+    max_tokens: int | None
+    temperature: float | None
+    top_p: float
+    top_k: int
+    min_p: float
+    seed: int | None
+    stop: Sequence[str] | str | None
+    logit_bias: Mapping[int, float] | None
+    repetition_penalty: float
+    repetition_window: int
+    presence_penalty: float
+    frequency_penalty: float
+    stream_interval: int
+    deadline_s: float | None
+    on_crash: OnCrash
+    detached: bool
+
+
+class LoadOptions(TypedDict, total=False):
+    """Options of one load; `protocol.commands.Load` says what each means."""
+
+    context_limit: int | None
+    memory_limit: int | None
+    trust_remote_code: bool
+    chat_template: str | None
+    max_running: int
+    max_queued: int
+    env: Mapping[str, str]
+    stall_budget_s: float
+    deterministic: bool
+
+
+GENERATE_OPTIONS: Final = tuple(GenerateOptions.__annotations__)
+LOAD_OPTIONS: Final = tuple(LoadOptions.__annotations__)
+
+_MESSAGE_KEYS: Final = ChatMessage.__struct_fields__
+_PART_KEYS: Final = Part.__struct_fields__
+_FOREIGN_PARTS: Final = ("image_url", "input_image", "input_audio", "input_text", "file", "video")
+
+_short = reprlib.Repr()  # never the whole of a prompt of megabytes
+_short.maxlevel = 4
+_short.maxstring = _short.maxother = 60
+
+_C = TypeVar("_C", bound=Command)
+
+
+def make_generate(model: str, options: GenerateOptions) -> Generate:
+    """The checked command for a generation. Raises `BadRequest`, or `TooLarge` for a frame over the limit."""
+    fields = _fields(options, GENERATE_OPTIONS, "generate")
+    if fields.get("messages") is not None:
+        fields["messages"] = _messages(fields["messages"])
+    request = _through_the_wire(Generate, {"model": model, **fields})
+    _raise_if(checks.check_generate(request))
+    return request
+
+
+def make_load(name: str, model: str | os.PathLike[str], options: LoadOptions) -> Load:
+    """The checked command for a load. A local path becomes absolute: the worker has its own directory."""
+    fields = _fields(options, LOAD_OPTIONS, "load")
+    load = _through_the_wire(Load, {"name": name, "model": local_path(model), **fields})
+    _raise_if(checks.check_load(load))
+    return load
+
+
+def local_path(model: str | os.PathLike[str]) -> str:
+    """A path made absolute when it is one: it exists, or is written like one. A hub id stays as it is."""
+    if isinstance(model, os.PathLike):
+        return os.path.abspath(os.path.expanduser(os.fspath(model)))
+    if not isinstance(model, str) or not model or "\0" in model:  # refused later, in better words
+        return model
+    expanded = os.path.expanduser(model)
+    if model.startswith((".", "/", "~")) or _exists(expanded):
+        return os.path.abspath(expanded)
+    return model
+
+
+def _exists(path: str) -> bool:
+    try:
+        return os.path.exists(path)
+    except ValueError:  # lone surrogates that the file system encoding refuses
+        return False
+
+
+def closest(name: object, known: Iterable[str]) -> str:
+    """` (did you mean 'x'?)` for a misspelt name, or nothing."""
+    from difflib import get_close_matches  # 3 ms that only a mistake costs
+
+    matches = get_close_matches(str(name), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
+
+
+def _fields(options: Mapping[str, Any], known: tuple[str, ...], verb: str) -> dict[str, Any]:
+    for name in options:
+        if name not in known:
+            raise BadRequest(
+                f"unknown option {name!r} of {verb}{closest(name, known)}; the options are {', '.join(known)}"
+            )
+    return dict(options)
+
+
+def _through_the_wire(cls: type[_C], fields: dict[str, Any]) -> _C:
+    """Encode and decode: one set of rules and of words for Python callers and for frames."""
+    kind = codec.kind_of(cls)
+    try:
+        body = codec.encode_body(cls(**fields))
+    except codec.FrameError as error:
+        _explain_encoding(cls, fields, error)
+    except RecursionError:
+        raise BadRequest(f"an option of {cls.__name__} contains itself or is nested too deeply") from None
+    try:
+        return cast(_C, codec.decode_body(kind, codec.NO_REQUEST, body))
+    except codec.FrameError as error:
+        message = str(error)
+        _, _, path = message.partition("`$.")
+        raise BadRequest(message + _value_at(fields, path.rstrip("`"))) from None
+
+
+def _explain_encoding(cls: type[Command], fields: dict[str, Any], error: codec.FrameError) -> NoReturn:
+    """Raise with the field that cannot be encoded; a frame that is too large only as a whole names none."""
+    required = {name: "" for name in ("name", "model") if name in fields}
+    for name, value in fields.items():
+        try:
+            codec.encode_body(cls(**{**required, name: value}))
+        except codec.FrameError as wrong:
+            if "limit of a frame" in str(wrong):
+                raise TooLarge(f"{name}: {wrong}") from None
+            raise BadRequest(f"{name}: {wrong}{_shown(value)}") from None
+    raise TooLarge(str(error)) from None
+
+
+def _value_at(fields: dict[str, Any], path: str) -> str:
+    """` (got 'x')` for the top-level field of a decoder's path such as `messages[0].role`."""
+    name = path.split(".", 1)[0].split("[", 1)[0]
+    return _shown(fields[name]) if name in fields else ""
+
+
+def _shown(value: object) -> str:
+    """A value in an error message, short whatever it is."""
+    try:
+        text = _short.repr(value).encode("ascii", "backslashreplace").decode()
+    except Exception:  # a foreign __repr__ may raise anything
+        text = f"a {type(value).__name__}"
+    return f" (got {text[:160]})"
+
+
+def _messages(messages: Any) -> Any:
+    """The caller's messages, copied where a path must change. What is no message is left to the decoder."""
+    if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Iterable):
+        return messages
+    return [_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> Any:
+    if isinstance(message, ChatMessage):
+        content = message.content
+        fields = {name: getattr(message, name) for name in _MESSAGE_KEYS}
+    elif isinstance(message, Mapping):
+        content = message.get("content")
+        fields = _known_keys(message, _MESSAGE_KEYS, where)
+    else:
+        return message
+    if isinstance(content, (list, tuple)):
+        fields["content"] = [_part(part, f"{where}.content[{index}]") for index, part in enumerate(content)]
+    return fields
+
+
+def _part(part: Any, where: str) -> Any:
+    if isinstance(part, Part):
+        fields = {name: getattr(part, name) for name in _PART_KEYS}
+    elif isinstance(part, Mapping):
+        if part.get("type") in _FOREIGN_PARTS:
+            raise BadRequest(
+                f"{where}.type {part['type']!r} is another API's; give a text as "
+                '{"type": "text", "text": …}, an image as {"type": "image", "data": bytes} or '
+                '{"type": "image", "path": …}'
+            )
+        fields = _known_keys(part, _PART_KEYS, where)
+    else:
+        return part
+    path = fields.get("path")
+    if isinstance(path, (str, os.PathLike)):
+        fields["path"] = os.path.abspath(os.path.expanduser(os.fspath(path)))
+    return fields
+
+
+def _known_keys(given: Mapping[Any, Any], known: tuple[str, ...], where: str) -> dict[Any, Any]:
+    for key, value in given.items():
+        if key not in known and value is not None:  # a null of another API's message says nothing
+            raise BadRequest(
+                f"{where} has an unknown key {key!r}{closest(key, known)}; the keys are {', '.join(known)}"
+            )
+    return {key: value for key, value in given.items() if key in known}
+
+
+def _raise_if(problem: checks.Problem | None) -> None:
+    if problem is not None:
+        raise error_for(problem.code, problem.message)

@@ -1,0 +1,390 @@
+"""The life of one model's worker: named states, legal edges, and what has to be done on each. Pure.
+
+`advance(state, event, now)` gives the next state and the effects, in order. It is the only place that knows the
+edges; `docs/lifecycle.md` shows them as a table, and a test holds the two together.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Literal
+
+import msgspec
+
+from ...protocol.errors import ErrorCode
+from ...protocol.exit_codes import describe_exit
+from .restart import GiveUp, RestartHistory, RestartPolicy, decide
+
+
+class State(StrEnum):
+    """Where a model is."""
+
+    STOPPED = "STOPPED"
+    SPAWNING = "SPAWNING"
+    HANDSHAKING = "HANDSHAKING"
+    LOADING = "LOADING"
+    READY = "READY"
+    DRAINING = "DRAINING"
+    STOPPING = "STOPPING"
+    BACKOFF = "BACKOFF"
+    FAILED = "FAILED"
+
+
+class Budgets(msgspec.Struct, frozen=True):
+    """Seconds that each wait may take."""
+
+    hello_s: float = 60.0
+    load_silence_s: float = 600.0
+    """Longest silence of a load; every progress starts it anew."""
+    polite_s: float = 2.0
+    """From the Shutdown message to SIGTERM."""
+    term_s: float = 2.0
+    """From SIGTERM to SIGKILL."""
+    drain_s: float = 30.0
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Why a model is not there, for those who wait for it."""
+
+    code: ErrorCode
+    message: str
+
+
+After = Literal["stopped", "failed", "spawn", "crash"]
+"""What follows once a STOPPING process is gone."""
+
+
+class Model(msgspec.Struct, frozen=True):
+    """Everything that decisions depend on."""
+
+    state: State = State.STOPPED
+    incarnation: int = 0
+    history: RestartHistory = RestartHistory()
+    deadline: float | None = None
+    """When `Tick` has something to do in this state; None: never."""
+    after: After = "stopped"
+    rung: int = 0
+    """In STOPPING: 0 asked, 1 SIGTERM sent, 2 SIGKILL sent."""
+    problem: Problem | None = None
+    """The cause of FAILED, BACKOFF or of a STOPPING that ends there."""
+    stable: bool = False
+    """This incarnation has completed real steps."""
+    last_exit: str = ""
+    crashes: int = 0
+    restarts: int = 0
+
+
+class Event(msgspec.Struct, frozen=True):
+    """Base of what can happen to a model."""
+
+
+class Wanted(Event, frozen=True):
+    """Somebody asks for the model: an explicit load, or (`explicit` False) a request for it."""
+
+    explicit: bool = True
+
+
+class Unwanted(Event, frozen=True):
+    """Unload. With `drain`, running requests may finish first."""
+
+    drain: bool = False
+
+
+class RestartAsked(Event, frozen=True):
+    """Replace the worker on purpose. Not counted as a crash."""
+
+
+class Spawned(Event, frozen=True):
+    """The process runs."""
+
+
+class SpawnFailed(Event, frozen=True):
+    """The process could not be started."""
+
+    message: str
+
+
+class HelloGood(Event, frozen=True):
+    """The right worker, with the right protocol version, said Hello."""
+
+
+class HelloBad(Event, frozen=True):
+    """Wrong protocol version or somebody else's incarnation: starting again would not help."""
+
+    message: str
+
+
+class LoadMoved(Event, frozen=True):
+    """The load made progress."""
+
+
+class LoadEnded(Event, frozen=True):
+    """The model is loaded."""
+
+
+class LoadRefused(Event, frozen=True):
+    """The worker says that the model cannot be loaded; the process ends next."""
+
+    problem: Problem
+
+
+class Stepped(Event, frozen=True):
+    """The worker completed real steps since its start."""
+
+
+class Stalled(Event, frozen=True):
+    """The health policy says so."""
+
+    message: str
+
+
+class Idle(Event, frozen=True):
+    """No request is running any more."""
+
+
+class Exited(Event, frozen=True):
+    """The process is gone and reaped. `detail` is what else is known: last stats, last lines."""
+
+    returncode: int
+    detail: str
+    dice: float
+
+
+class Tick(Event, frozen=True):
+    """Time passed; deadlines may be due."""
+
+
+class Effect(StrEnum):
+    """All that can be asked of the supervisor. The complete list of side effects."""
+
+    SPAWN = "spawn"
+    SEND_LOAD = "send_load"
+    DISPATCH = "dispatch"
+    """Send the waiting requests to the READY worker."""
+    SAVE_REQUESTS = "save_requests"
+    """The worker is gone: resume, keep or fail each request that it had."""
+    FAIL_REQUESTS = "fail_requests"
+    """End every request of the model with `problem`."""
+    ASK_TO_END = "ask_to_end"
+    ASK_TO_DRAIN = "ask_to_drain"
+    TERMINATE = "terminate"
+    KILL = "kill"
+    TELL_LOADED = "tell_loaded"
+    TELL_LOAD_FAILED = "tell_load_failed"
+    TELL_UNLOADED = "tell_unloaded"
+
+
+Decision = tuple[Model, tuple[Effect, ...]]
+
+_ALIVE = (State.HANDSHAKING, State.LOADING, State.READY, State.DRAINING)
+_UNLOADED = Problem(ErrorCode.UNLOADED, "the model was unloaded")
+
+
+class IllegalEdge(Exception):
+    """An event that cannot happen in this state: a fault of ours."""
+
+
+def advance(model: Model, event: Event, now: float, budgets: Budgets, policy: RestartPolicy) -> Decision:
+    """The next state and what to do. Raises `IllegalEdge`.
+
+    Late news of a process that is already being stopped (`HelloGood`, `LoadMoved`, …) change nothing.
+    """
+    match event:
+        case Wanted():
+            return _wanted(model, event, now)
+        case Unwanted():
+            return _unwanted(model, event, now, budgets)
+        case RestartAsked():
+            return _restart_asked(model, now, budgets)
+        case Exited():
+            return _exited(model, event, now, policy)
+        case Tick():
+            return _tick(model, now, budgets)
+        case Stalled():
+            return _stalled(model, event, now, budgets)
+        case SpawnFailed():
+            return _spawn_failed(model, event, now, policy)
+        case _:
+            return _news(model, event, now, budgets)
+
+
+def _to(model: Model, state: State, **changes: object) -> Model:
+    values: dict[str, object] = {"state": state, "deadline": None, **changes}
+    return msgspec.structs.replace(model, **values)
+
+
+def _spawning(model: Model, **changes: object) -> Decision:
+    values: dict[str, object] = {"incarnation": model.incarnation + 1, "stable": False, **changes}
+    return _to(model, State.SPAWNING, problem=None, **values), (Effect.SPAWN,)
+
+
+def _stopping(model: Model, now: float, wait_s: float, rung: int, **changes: object) -> Model:
+    return _to(model, State.STOPPING, deadline=now + wait_s, rung=rung, **changes)
+
+
+def _wanted(model: Model, event: Wanted, now: float) -> Decision:
+    match model.state:
+        case State.STOPPED:
+            return _spawning(model)
+        case State.BACKOFF if event.explicit:
+            return _spawning(model, history=RestartHistory())
+        case State.FAILED if event.explicit:
+            return _spawning(model, history=RestartHistory())
+        case State.FAILED:
+            return model, (Effect.FAIL_REQUESTS,)
+        case State.STOPPING if model.after in ("stopped", "failed") and (event.explicit or model.after == "stopped"):
+            return msgspec.structs.replace(model, after="spawn"), ()
+        case State.READY:
+            return model, (Effect.TELL_LOADED, Effect.DISPATCH)
+        case _:
+            return model, ()
+
+
+def _unwanted(model: Model, event: Unwanted, now: float, budgets: Budgets) -> Decision:
+    match model.state:
+        case State.STOPPED | State.BACKOFF | State.FAILED:
+            after = _to(model, State.STOPPED, problem=_UNLOADED, history=RestartHistory())
+            return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED, Effect.TELL_UNLOADED)
+        case State.READY if event.drain:
+            return _to(model, State.DRAINING, deadline=now + budgets.drain_s), (Effect.ASK_TO_DRAIN,)
+        case State.READY | State.DRAINING:
+            after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
+            return after, (Effect.FAIL_REQUESTS, Effect.ASK_TO_END)
+        case State.SPAWNING | State.HANDSHAKING | State.LOADING:
+            after = _stopping(model, now, budgets.term_s, 2, after="stopped", problem=_UNLOADED)
+            return after, (Effect.FAIL_REQUESTS, Effect.KILL)
+        case State.STOPPING:
+            after = msgspec.structs.replace(model, after="stopped", problem=_UNLOADED)
+            return after, (Effect.FAIL_REQUESTS,)
+
+
+def _restart_asked(model: Model, now: float, budgets: Budgets) -> Decision:
+    match model.state:
+        case State.STOPPED | State.BACKOFF | State.FAILED:
+            return _spawning(model, history=RestartHistory())
+        case State.READY | State.DRAINING:
+            return _stopping(model, now, budgets.polite_s, 0, after="spawn"), (Effect.ASK_TO_END,)
+        case State.SPAWNING | State.HANDSHAKING | State.LOADING:
+            return _stopping(model, now, budgets.term_s, 2, after="spawn"), (Effect.KILL,)
+        case State.STOPPING:
+            return msgspec.structs.replace(model, after="spawn"), ()
+
+
+def _stalled(model: Model, event: Stalled, now: float, budgets: Budgets) -> Decision:
+    if model.state not in _ALIVE:
+        return model, ()
+    problem = Problem(ErrorCode.WORKER_STALLED, event.message)
+    return _stopping(model, now, budgets.term_s, 2, after="crash", problem=problem), (Effect.KILL,)
+
+
+def _tick(model: Model, now: float, budgets: Budgets) -> Decision:
+    if model.deadline is None or now < model.deadline:
+        return model, ()
+    match model.state:
+        case State.BACKOFF:
+            return _spawning(model, restarts=model.restarts + 1)
+        case State.HANDSHAKING:
+            problem = Problem(ErrorCode.LOAD_FAILED, f"the worker did not say Hello within {budgets.hello_s:g} s")
+            return _stopping(model, now, budgets.term_s, 2, after="crash", problem=problem), (Effect.KILL,)
+        case State.LOADING:
+            problem = Problem(ErrorCode.LOAD_FAILED, f"the load made no progress for {budgets.load_silence_s:g} s")
+            return _stopping(model, now, budgets.term_s, 2, after="failed", problem=problem), (Effect.KILL,)
+        case State.DRAINING:
+            after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
+            return after, (Effect.FAIL_REQUESTS, Effect.ASK_TO_END)
+        case State.STOPPING if model.rung == 0:
+            return _stopping(model, now, budgets.term_s, 1), (Effect.TERMINATE,)
+        case State.STOPPING:
+            return _stopping(model, now, budgets.term_s, 2), (Effect.KILL,)
+        case _:
+            raise IllegalEdge(f"a deadline in state {model.state}")
+
+
+def _spawn_failed(model: Model, event: SpawnFailed, now: float, policy: RestartPolicy) -> Decision:
+    if model.state is not State.SPAWNING:
+        raise IllegalEdge(f"SpawnFailed in state {model.state}")
+    problem = Problem(ErrorCode.LOAD_FAILED, f"the worker process could not be started: {event.message}")
+    return _ended(model, None, problem, now, 0.5, policy)
+
+
+def _exited(model: Model, event: Exited, now: float, policy: RestartPolicy) -> Decision:
+    words = describe_exit(event.returncode)
+    model = msgspec.structs.replace(model, last_exit=words)
+    if model.state is State.STOPPING and model.after != "crash":
+        return _stopped(model)
+    if model.state in (State.STOPPED, State.SPAWNING, State.BACKOFF, State.FAILED):
+        raise IllegalEdge(f"a process ended in state {model.state}")
+    doing = {State.READY: "", State.DRAINING: "", State.STOPPING: ""}.get(
+        model.state, f" while {model.state.lower()}"
+    )
+    if model.state is State.STOPPING and model.problem is not None:
+        problem = Problem(model.problem.code, f"{model.problem.message}; it was killed{event.detail}")
+    else:
+        problem = Problem(ErrorCode.WORKER_CRASHED, f"the worker died{doing} ({words}){event.detail}")
+    if model.state is State.DRAINING and event.returncode == 0:
+        return _stopped(msgspec.structs.replace(model, after="stopped", problem=_UNLOADED))
+    model = msgspec.structs.replace(model, crashes=model.crashes + 1)
+    if model.state is State.DRAINING:
+        return _stopped(msgspec.structs.replace(model, after="stopped", problem=problem))
+    return _ended(model, event.returncode, problem, now, event.dice, policy)
+
+
+def _stopped(model: Model) -> Decision:
+    """A process that was asked to end is gone."""
+    match model.after:
+        case "spawn":
+            after, effects = _spawning(model, restarts=model.restarts + 1)
+            return after, (Effect.TELL_UNLOADED, Effect.SAVE_REQUESTS, *effects)
+        case "failed":
+            after = _to(model, State.FAILED)
+            return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED, Effect.TELL_UNLOADED)
+        case _:
+            after = _to(model, State.STOPPED, history=RestartHistory())
+            return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED, Effect.TELL_UNLOADED)
+
+
+def _ended(
+    model: Model, returncode: int | None, problem: Problem, now: float, dice: float, policy: RestartPolicy
+) -> Decision:
+    """A process ended, or could not start, without being asked to."""
+    verdict = decide(policy, model.history, returncode=returncode, was_stable=model.stable, now=now, dice=dice)
+    model = msgspec.structs.replace(model, history=verdict.history)
+    if isinstance(verdict, GiveUp):
+        problem = Problem(problem.code, f"{problem.message}. Not restarted: {verdict.reason}")
+        after = _to(model, State.FAILED, problem=problem)
+        return after, (Effect.SAVE_REQUESTS, Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED)
+    if verdict.at <= now:
+        after, effects = _spawning(model, restarts=model.restarts + 1)
+        return msgspec.structs.replace(after, problem=problem), (Effect.SAVE_REQUESTS, *effects)
+    after = _to(model, State.BACKOFF, problem=problem, deadline=verdict.at)
+    return after, (Effect.SAVE_REQUESTS,)
+
+
+def _news(model: Model, event: Event, now: float, budgets: Budgets) -> Decision:
+    """What a worker tells of itself."""
+    match (model.state, event):
+        case (State.STOPPING, _):
+            return model, ()
+        case (State.SPAWNING, Spawned()):
+            return _to(model, State.HANDSHAKING, deadline=now + budgets.hello_s), ()
+        case (State.HANDSHAKING, HelloGood()):
+            return _to(model, State.LOADING, deadline=now + budgets.load_silence_s), (Effect.SEND_LOAD,)
+        case (State.HANDSHAKING, HelloBad(message)):
+            problem = Problem(ErrorCode.PROTOCOL, message)
+            return _stopping(model, now, budgets.term_s, 2, after="failed", problem=problem), (Effect.KILL,)
+        case (State.LOADING, LoadMoved()):
+            return msgspec.structs.replace(model, deadline=now + budgets.load_silence_s), ()
+        case (State.LOADING, LoadEnded()):
+            return _to(model, State.READY, problem=None), (Effect.TELL_LOADED, Effect.DISPATCH)
+        case (State.LOADING, LoadRefused(problem)):
+            after = _stopping(model, now, budgets.polite_s, 0, after="failed", problem=problem)
+            return after, ()
+        case (State.READY | State.DRAINING, Stepped()):
+            return msgspec.structs.replace(model, stable=True), ()
+        case (State.DRAINING, Idle()):
+            after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
+            return after, (Effect.ASK_TO_END,)
+        case (_, Idle() | Stepped()):
+            return model, ()
+        case _:
+            raise IllegalEdge(f"{type(event).__name__} in state {model.state}")

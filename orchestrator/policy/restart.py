@@ -1,0 +1,73 @@
+"""Whether a worker that ended is started again, and when. Pure."""
+
+from __future__ import annotations
+
+import msgspec
+
+from ...protocol.exit_codes import may_restart
+
+
+class RestartPolicy(msgspec.Struct, frozen=True):
+    """At most `max_restarts` in a sliding `window_s`; delay `base · 2ⁿ` up to `max_delay_s`, ± `jitter`."""
+
+    max_restarts: int = 3
+    window_s: float = 60.0
+    base_delay_s: float = 0.5
+    max_delay_s: float = 30.0
+    jitter: float = 0.2
+
+
+class RestartHistory(msgspec.Struct, frozen=True):
+    """Past restarts of one model: when (monotonic seconds), and how many since the last stable run."""
+
+    times: tuple[float, ...] = ()
+    unstable: int = 0
+
+
+class Retry(msgspec.Struct, frozen=True):
+    """Start again at this time."""
+
+    at: float
+    history: RestartHistory
+
+
+class GiveUp(msgspec.Struct, frozen=True):
+    """Do not start again by yourself."""
+
+    reason: str
+    history: RestartHistory
+
+
+def delay_for(policy: RestartPolicy, unstable: int, dice: float) -> float:
+    """Seconds before the next start. `dice` is a random number in [0, 1); the first retry is immediate."""
+    if unstable == 0:
+        return 0.0
+    plain = min(policy.max_delay_s, policy.base_delay_s * 2.0 ** min(unstable - 1, 30))
+    return plain * (1.0 + policy.jitter * (2.0 * dice - 1.0))
+
+
+def decide(
+    policy: RestartPolicy,
+    history: RestartHistory,
+    *,
+    returncode: int | None,
+    was_stable: bool,
+    now: float,
+    dice: float,
+) -> Retry | GiveUp:
+    """What to do about a worker that ended without being asked to.
+
+    Args:
+        returncode: as `subprocess` gives it; None when the process could not even be started.
+        was_stable: it had completed real steps, so that trouble starts to be counted anew for the delay.
+        now, dice: the clock (monotonic seconds) and a random number in [0, 1), passed in.
+    """
+    recent = tuple(t for t in history.times if now - t < policy.window_s)
+    if returncode is not None and not may_restart(returncode):
+        return GiveUp("a fresh process would end the same way", RestartHistory(recent, history.unstable))
+    if len(recent) >= policy.max_restarts:
+        reason = f"{len(recent)} restarts within {policy.window_s:g} s; the limit is {policy.max_restarts}"
+        return GiveUp(reason, RestartHistory(recent, history.unstable))
+    unstable = 0 if was_stable else history.unstable
+    at = now + delay_for(policy, unstable, dice)
+    return Retry(at, RestartHistory((*recent, now), unstable + 1))

@@ -1,0 +1,187 @@
+"""Starts, signals and reaps worker processes. Nothing else in this package does.
+
+A worker is a fresh interpreter: no fork after imports, no multiprocessing. It holds the read end of a pipe
+whose write end lives here, so that it ends when we do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from .log_ring import LogRing
+
+DEFAULT_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "mlx_bulkhead.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class SpawnSpec:
+    """All that a new worker process is given."""
+
+    name: str
+    model: str
+    endpoint: str
+    token: str
+    run_dir: Path
+    env: Mapping[str, str]
+    command: Sequence[str] = DEFAULT_COMMAND
+
+
+class WorkerProcess:
+    """One worker process, from its start until it is reaped.
+
+    `on_exit(returncode)` is called on the loop, once, after the process is reaped and its output is read.
+    """
+
+    def __init__(self, spec: SpawnSpec, log: LogRing, on_exit: Callable[[int], None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._log = log
+        self._on_exit = on_exit
+        self._pidfd = -1
+        lifeline_read, self._lifeline = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                [*spec.command, *_arguments(spec, lifeline_read)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(lifeline_read,),
+                start_new_session=True,
+                env=_environment(spec.env),
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(lifeline_read)
+        self.pid = self._popen.pid
+        assert self._popen.stdout is not None
+        self._output = self._popen.stdout.fileno()
+        os.set_blocking(self._output, False)
+        self._loop.add_reader(self._output, self._read_output)
+        self._watch()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process is not yet reaped. A handle is kept until it is."""
+        return self._popen.returncode is None
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the process is stopped by a signal (SIGSTOP, a debugger), which is not a stall."""
+        try:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        except psutil.Error:
+            return False
+
+    @property
+    def footprint(self) -> int:
+        """Resident bytes as the system says, 0 when it cannot say."""
+        try:
+            return int(psutil.Process(self.pid).memory_info().rss)
+        except psutil.Error:
+            return 0
+
+    def terminate(self) -> None:
+        """SIGTERM: end yourself, soon."""
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, helpers of the worker included."""
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: int) -> None:
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def _watch(self) -> None:
+        """See the exit as soon as the system knows: a pidfd on Linux, a waiting thread elsewhere."""
+        if sys.platform.startswith("linux"):
+            try:
+                self._pidfd = os.pidfd_open(self.pid)
+            except OSError:  # an old kernel or a sandbox without it
+                self._pidfd = -1
+        if self._pidfd >= 0:
+            self._loop.add_reader(self._pidfd, self._reap)
+        else:
+            threading.Thread(target=self._wait, name=f"reap-{self.pid}", daemon=True).start()
+
+    def _wait(self) -> None:
+        self._popen.wait()
+        with contextlib.suppress(RuntimeError):  # the loop may have ended first
+            self._loop.call_soon_threadsafe(self._reap)
+
+    def _reap(self) -> None:
+        returncode = self._popen.wait()  # returns at once: the process is gone
+        if self._pidfd >= 0:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._read_output()
+        self._close_output()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # helpers that a worker may have started
+        self._on_exit(returncode)
+
+    def _read_output(self) -> None:
+        for _ in range(64):  # bounded: a worker that floods its log must not hold the loop
+            if self._output < 0:
+                return
+            try:
+                data = os.read(self._output, 65536)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self._close_output()
+                return
+            self._log.feed(data)
+
+    def _close_output(self) -> None:
+        if self._output >= 0:
+            self._loop.remove_reader(self._output)
+            self._output = -1
+            self._log.close()
+            if self._popen.stdout is not None:
+                self._popen.stdout.close()
+
+
+def _arguments(spec: SpawnSpec, lifeline_fd: int) -> list[str]:
+    return [
+        "--endpoint",
+        spec.endpoint,
+        "--incarnation",
+        spec.token,
+        "--lifeline-fd",
+        str(lifeline_fd),
+        "--run-dir",
+        str(spec.run_dir),
+        "--parent",
+        str(os.getpid()),
+        "--name",
+        spec.name,
+        "--model",
+        spec.model,
+    ]
+
+
+def _environment(extra: Mapping[str, str]) -> dict[str, str]:
+    base = dict(os.environ)
+    base.update(PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false")
+    base.update(extra)
+    return base

@@ -1,0 +1,272 @@
+"""What a caller sees of a request: `Snap` and `Result`, and the `Assembler` that builds them from events.
+
+Pure: no sockets, no clock. The assembler is the receiving end of `protocol.grammar`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..protocol import grammar
+from ..protocol.codec import kind_of
+from ..protocol.errors import BulkheadError, ProtocolMismatch, error_for
+from ..protocol.events import Accepted, Done, Failed, Progress, Snapshot
+from ..protocol.grammar import GrammarError, RequestState
+from ..protocol.values import FinishReason, Phase, Timings, Usage
+
+StreamEvent = Accepted | Progress | Snapshot | Done | Failed
+_KINDS = {cls: kind_of(cls) for cls in (Accepted, Progress, Snapshot, Done, Failed)}
+
+
+class _Text:
+    """Append-only text of one channel. Joined on demand, so that a stream nobody reads whole stays linear."""
+
+    __slots__ = ("_joined", "chars", "parts")
+
+    def __init__(self) -> None:
+        self.parts: list[str] = []
+        self.chars = 0
+        self._joined = (0, "")  # swapped as one object: snaps are read in other threads
+
+    def append(self, text: str) -> None:
+        self.parts.append(text)
+        self.chars += len(text)
+
+    def upto(self, count: int) -> str:
+        """The text of the first `count` parts."""
+        done, text = self._joined
+        if count == done:
+            return text
+        if count < done:  # an old snap, read late
+            return "".join(self.parts[:count])
+        text += "".join(self.parts[done:count])
+        self._joined = (count, text)
+        return text
+
+    def whole(self) -> str:
+        return self.upto(len(self.parts))
+
+
+class Snap:
+    """The state of a request at one moment. `text` is all so far, `new_text` what came since the last snap.
+
+    `tokens` are the ids new since the last snap. `processed` and `total` count prompt tokens in the phase
+    prefill, or whatever the phase counts; `total` 0 means unknown.
+    """
+
+    __slots__ = (
+        "_content",
+        "_content_parts",
+        "_reasoning",
+        "_reasoning_parts",
+        "new_reasoning",
+        "new_text",
+        "phase",
+        "processed",
+        "tokens",
+        "total",
+        "usage",
+    )
+
+    def __init__(
+        self,
+        content: _Text,
+        reasoning: _Text,
+        *,
+        new_text: str,
+        new_reasoning: str,
+        tokens: list[int],
+        usage: Usage,
+        phase: Phase,
+        processed: int,
+        total: int,
+    ) -> None:
+        self._content = content
+        self._content_parts = len(content.parts)
+        self._reasoning = reasoning
+        self._reasoning_parts = len(reasoning.parts)
+        self.new_text = new_text
+        self.new_reasoning = new_reasoning
+        self.tokens = tokens
+        self.usage = usage
+        self.phase: Phase = phase
+        self.processed = processed
+        self.total = total
+
+    @property
+    def text(self) -> str:
+        """All content so far."""
+        return self._content.upto(self._content_parts)
+
+    @property
+    def reasoning(self) -> str:
+        """All reasoning so far."""
+        return self._reasoning.upto(self._reasoning_parts)
+
+    def __repr__(self) -> str:
+        return f"Snap(phase={self.phase!r}, new_text={self.new_text!r}, tokens={len(self.tokens)})"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a request ended well."""
+
+    text: str
+    reasoning: str
+    tokens: list[int]
+    """Ids generated, in order."""
+    finish_reason: FinishReason
+    usage: Usage
+    timings: Timings
+    engine: str
+    """The engine that really served the request."""
+    fallback_reason: str
+    restarts: int
+    """Workers that the request survived."""
+    request_id: str
+    """Hexadecimal."""
+
+
+class Assembler:
+    """Builds the views of one request from its events.
+
+    After `closed`, exactly one of `result` and `error` is set and further events are ignored. `progress` says
+    whether a `Progress` is worth a snap; it may be changed at any time.
+    """
+
+    def __init__(self, request_id: bytes, *, progress: bool = False) -> None:
+        self.request_id = request_id
+        self.progress = progress
+        self.result: Result | None = None
+        self.error: BulkheadError | None = None
+        self.phase: Phase = "queued"
+        self._state = RequestState.NEW
+        self._content = _Text()
+        self._reasoning = _Text()
+        self._tokens: list[int] = []
+        self._tokens_arrived = 0  # of the stream as sent now; behind len(_tokens) after a rewind
+        self._processed = 0
+        self._total = 0
+        self._prompt_tokens = 0
+
+    @property
+    def closed(self) -> bool:
+        return self._state is RequestState.CLOSED
+
+    @property
+    def text(self) -> str:
+        """All content so far."""
+        return self._content.whole()
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens counted so far; the prompt's once prefill has said its total."""
+        return Usage(prompt_tokens=self._prompt_tokens, completion_tokens=len(self._tokens))
+
+    def rewind(self) -> None:
+        """The stream will be sent again from its start (`Attach`); what is known already will be cut."""
+        if not self.closed:
+            self._state = RequestState.NEW
+            self._tokens_arrived = 0
+
+    def fail(self, error: BulkheadError) -> None:
+        """End the request with an error of the receiver's own. No-op once closed."""
+        if not self.closed:
+            error.request_id = self.request_id.hex()
+            self.error = error
+            self._state = RequestState.CLOSED
+
+    def feed(self, event: StreamEvent) -> Snap | None:
+        """Take one event. Gives a snap when there is something new to show. Never raises for a bad stream:
+        that closes the request with a `ProtocolMismatch` in `error`."""
+        if self.closed:
+            return None
+        try:
+            after = grammar.advance(self._state, _KINDS[type(event)])
+        except GrammarError as error:
+            self.fail(ProtocolMismatch(f"the stream broke its grammar: {error}"))
+            return None
+        match event:
+            case Snapshot():
+                self._state = after
+                return self._snapshot(event)
+            case Progress():
+                self._state = after
+                return self._progress(event)
+            case Accepted():
+                self._state = after
+            case Done():
+                self._done(event)
+            case Failed():
+                self.fail(error_for(event.code, event.message))
+        return None
+
+    def _progress(self, event: Progress) -> Snap | None:
+        self.phase = event.phase
+        self._processed, self._total = event.processed, event.total
+        if event.phase == "prefill" and event.total:
+            self._prompt_tokens = event.total
+        return self._snap("", "", []) if self.progress else None
+
+    def _snapshot(self, event: Snapshot) -> Snap | None:
+        channel = self._content if event.channel == "content" else self._reasoning
+        text = event.text
+        if event.offset != channel.chars:
+            overlap = channel.chars - event.offset
+            if overlap < 0:
+                self.fail(
+                    ProtocolMismatch(
+                        f"{-overlap} characters of the {event.channel} channel are missing: "
+                        f"snapshot {event.seq} starts at {event.offset}, {channel.chars} are here"
+                    )
+                )
+                return None
+            if channel.whole()[event.offset : event.offset + len(text)] != text[:overlap]:
+                self.fail(
+                    ProtocolMismatch(f"snapshot {event.seq} contradicts text sent before its offset {event.offset}")
+                )
+                return None
+            text = text[overlap:]
+        known = len(self._tokens) - self._tokens_arrived
+        self._tokens_arrived += len(event.tokens)
+        tokens = event.tokens[known:] if known else event.tokens
+        if not text and not tokens:
+            return None
+        self.phase = "decode"
+        self._tokens += tokens
+        if text:
+            channel.append(text)
+        return self._snap(text, "", tokens) if channel is self._content else self._snap("", text, tokens)
+
+    def _snap(self, new_text: str, new_reasoning: str, tokens: list[int]) -> Snap:
+        return Snap(
+            self._content,
+            self._reasoning,
+            new_text=new_text,
+            new_reasoning=new_reasoning,
+            tokens=tokens,
+            usage=self.usage,
+            phase=self.phase,
+            processed=self._processed,
+            total=self._total,
+        )
+
+    def _done(self, event: Done) -> None:
+        if event.chars != self._content.chars:
+            self.fail(
+                ProtocolMismatch(f"the text has {self._content.chars} characters, the sender counted {event.chars}")
+            )
+            return
+        self.result = Result(
+            text=self._content.whole(),
+            reasoning=self._reasoning.whole(),
+            tokens=list(self._tokens),
+            finish_reason=event.finish_reason,
+            usage=event.usage,
+            timings=event.timings,
+            engine=event.engine,
+            fallback_reason=event.fallback_reason,
+            restarts=event.restarts,
+            request_id=self.request_id.hex(),
+        )
+        self._state = RequestState.CLOSED

@@ -1,0 +1,1 @@
+"""Rules that hold for the source as a whole, checked by reading it."""

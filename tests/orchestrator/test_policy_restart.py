@@ -1,0 +1,75 @@
+"""The restart policy, as tables."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from mlx_bulkhead.orchestrator.policy.restart import (
+    GiveUp,
+    RestartHistory,
+    RestartPolicy,
+    Retry,
+    decide,
+    delay_for,
+)
+from mlx_bulkhead.protocol.exit_codes import WorkerExit
+
+POLICY = RestartPolicy()
+
+
+def crash(history: RestartHistory, now: float, *, stable: bool = False, code: int = -9) -> Retry | GiveUp:
+    return decide(POLICY, history, returncode=code, was_stable=stable, now=now, dice=0.5)
+
+
+def test_the_first_retry_is_immediate() -> None:
+    verdict = crash(RestartHistory(), 10.0)
+    assert isinstance(verdict, Retry)
+    assert verdict.at == 10.0
+
+
+@pytest.mark.parametrize(("unstable", "delay"), [(0, 0.0), (1, 0.5), (2, 1.0), (3, 2.0), (7, 30.0), (60, 30.0)])
+def test_delays_double_to_the_limit(unstable: int, delay: float) -> None:
+    assert delay_for(POLICY, unstable, 0.5) == pytest.approx(delay)
+
+
+def test_jitter_is_twenty_percent_either_way() -> None:
+    assert delay_for(POLICY, 2, 0.0) == pytest.approx(0.8)
+    assert delay_for(POLICY, 2, 1.0) == pytest.approx(1.2)
+
+
+def test_the_fourth_restart_within_a_minute_is_refused() -> None:
+    history = RestartHistory()
+    for now in (0.0, 10.0, 20.0):
+        verdict = crash(history, now)
+        assert isinstance(verdict, Retry)
+        history = verdict.history
+    verdict = crash(history, 30.0)
+    assert isinstance(verdict, GiveUp)
+    assert "3 restarts within 60 s" in verdict.reason
+
+
+def test_the_window_slides() -> None:
+    history = RestartHistory(times=(0.0, 30.0, 50.0), unstable=3)
+    assert isinstance(crash(history, 59.0), GiveUp)
+    assert isinstance(crash(history, 61.0), Retry)
+
+
+def test_only_real_steps_reset_the_delay() -> None:
+    history = RestartHistory(times=(), unstable=3)
+    shaky, stable = crash(history, 100.0), crash(history, 100.0, stable=True)
+    assert isinstance(shaky, Retry)
+    assert isinstance(stable, Retry)
+    assert shaky.at == pytest.approx(102.0)
+    assert stable.at == 100.0
+
+
+@pytest.mark.parametrize("code", [WorkerExit.LOAD_FAILED, WorkerExit.PROTOCOL_MISMATCH, WorkerExit.BAD_ARGUMENTS])
+def test_causes_that_a_restart_cannot_cure(code: int) -> None:
+    assert isinstance(crash(RestartHistory(), 0.0, code=code), GiveUp)
+
+
+@pytest.mark.parametrize("code", [-signal.SIGSEGV, -signal.SIGABRT, 0, 1, WorkerExit.EXECUTOR_DIED])
+def test_causes_that_a_restart_may_cure(code: int) -> None:
+    assert isinstance(crash(RestartHistory(), 0.0, code=code), Retry)

@@ -1,0 +1,138 @@
+"""Decodes several rows together through mlx-lm's `BatchGenerator`.
+
+Rows come with what they already have: a cache over the first `cached` of their tokens, or nothing. Nothing is
+prefilled twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from ..memory.caps import Caps
+from ..text.sampling import greedy
+from .base import PrefillOut, StepOut
+from .live import Facts, Live
+from .schedule import chunk_size, smooth
+
+_PREFILL_ROWS = 8
+"""Prompts prefilled side by side; more only pad each other."""
+
+
+def can_batch(model: Any) -> bool:
+    """Whether all caches of a model can be merged into those of a batch."""
+    return all(_mergeable(layer) for layer in make_prompt_cache(model))
+
+
+def _mergeable(cache: Any) -> bool:
+    if isinstance(cache, CacheList):
+        return all(_mergeable(part) for part in cache.caches)
+    return hasattr(cache, "merge")
+
+
+class Batch:
+    """Holds the generator and the rows in it, by the generator's own ids."""
+
+    def __init__(self, facts: Facts, max_running: int, caps: Caps) -> None:
+        self._generator = BatchGenerator(
+            facts.model,
+            stop_tokens=[[token] for token in sorted(facts.eos)],
+            sampler=greedy,
+            completion_batch_size=max_running,
+            prefill_batch_size=min(_PREFILL_ROWS, max_running),
+        )
+        caps.reassert()  # the generator has just raised the wired limit
+        self._rows: dict[int, Live] = {}
+        self._prefilling: dict[int, int] = {}  # uid → tokens already in the row's cache when it came
+        self._fresh: set[int] = set()  # of these, prompts; the others come in the middle of decoding
+        self._token_seconds: float | None = None
+        self._decode_seconds = 0.0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the next step prefills."""
+        return bool(self._fresh)
+
+    def insert(self, lives: Sequence[Live]) -> None:
+        """Take rows, in this order."""
+        uids = self._generator.insert(
+            [live.ids[live.cached :] for live in lives],
+            max_tokens=[live.left for live in lives],
+            caches=[live.cache for live in lives],  # pyright: ignore[reportArgumentType]
+            all_tokens=[live.ids[: live.cached] for live in lives],
+            samplers=[live.chooser.sampler for live in lives],
+            logits_processors=[live.chooser.processors for live in lives],
+        )
+        for uid, live in zip(uids, lives, strict=True):
+            self._rows[uid] = live
+            self._prefilling[uid] = live.cached
+            if live.prefilling:
+                self._fresh.add(uid)
+            live.cache = None  # the generator has it now
+
+    def remove(self, live: Live) -> None:
+        """Drop a row in any phase."""
+        uid = next(uid for uid, other in self._rows.items() if other is live)
+        self._generator.remove([uid])
+        self._forget(uid)
+
+    def step(self) -> list[StepOut]:
+        """A decode step of all rows that are so far, and a prefill chunk of those that are not."""
+        decoding = len(self._rows) - len(self._prefilling)
+        self._generator.prefill_step_size = chunk_size(
+            self._token_seconds,
+            prompts=min(len(self._fresh), _PREFILL_ROWS),
+            decoding=decoding > 0,
+            decode_seconds=self._decode_seconds,
+        )
+        began = time.perf_counter()
+        prompts, tokens = self._generator.next()
+        seconds = time.perf_counter() - began
+        outs: list[StepOut] = []
+        longest = rows = 0
+        for prompt in prompts:
+            if (processed := self._progress(prompt, outs)) > 0:
+                longest, rows = max(longest, processed), rows + 1
+        for token in tokens:
+            out = self._rows[token.uid].take(token.token)
+            outs.append(out)
+            if token.finish_reason is not None:
+                self._forget(token.uid)
+        if rows:
+            spent = seconds - (self._decode_seconds if decoding else 0.0)
+            self._token_seconds = smooth(self._token_seconds, max(spent, 1e-6) / (longest * rows))
+        elif decoding and not prompts:
+            self._decode_seconds = smooth(self._decode_seconds or None, seconds)
+        return outs
+
+    def close(self) -> None:
+        """Release the rows and what the generator holds."""
+        self._generator.remove(list(self._rows))
+        self._generator.close()
+        self._rows.clear()
+
+    def _progress(self, prompt: Any, outs: list[StepOut]) -> int:
+        """Note how far a prompt is; gives the number of tokens that this step prefilled for it."""
+        live = self._rows[prompt.uid]
+        base = self._prefilling[prompt.uid]
+        done, _ = prompt.progress
+        before, live.cached = live.cached, base + done
+        if prompt.uid in self._fresh:
+            outs.append(PrefillOut(live.row.request_id, live.cached, live.start))
+        if prompt.end_of_prompt:
+            del self._prefilling[prompt.uid]
+            self._fresh.discard(prompt.uid)
+            return 0
+        return live.cached - before
+
+    def _forget(self, uid: int) -> None:
+        del self._rows[uid]
+        self._prefilling.pop(uid, None)
+        self._fresh.discard(uid)

@@ -1,0 +1,63 @@
+"""A row while it is decoded: where it stands and what chooses its tokens. Plain state, no decisions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..text.sampling import Chooser, make_chooser
+from .base import Row, TokenOut
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What is fixed for a loaded model."""
+
+    model: Any
+    vocabulary: int
+    eos: frozenset[int]
+    banned: tuple[int, ...] = ()
+
+
+class Live:
+    """One row, from `insert` to its last token.
+
+    `ids` holds prompt, emitted and generated tokens. The first `cached` of them are in the row's cache.
+    """
+
+    __slots__ = ("cache", "cached", "chooser", "facts", "ids", "left", "row", "start")
+
+    def __init__(self, row: Row, facts: Facts) -> None:
+        self.row = row
+        self.facts = facts
+        self.ids = [*row.prompt, *row.emitted]
+        self.start = len(self.ids)
+        self.left = row.max_tokens - len(row.emitted)
+        self.cache: list[Any] | None = None
+        self.cached = 0
+        self.chooser: Chooser = make_chooser(row, row.emitted, facts.vocabulary, facts.banned)
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether no token was generated yet."""
+        return len(self.ids) == self.start
+
+    def take(self, token: int) -> TokenOut:
+        """Note a generated token and say whether it is the last."""
+        self.ids.append(token)
+        self.left -= 1
+        if token in self.facts.eos:
+            finish = "stop"
+        else:
+            finish = "length" if self.left <= 0 else None
+        return TokenOut(self.row.request_id, token, finish)
+
+    def restart(self) -> None:
+        """Forget cache and chooser; a new chooser goes on at the same position."""
+        self.cache, self.cached = None, 0
+        self.rechoose()
+
+    def rechoose(self) -> None:
+        """A fresh chooser for the position after the last token of `ids`."""
+        emitted = self.ids[len(self.row.prompt) :]
+        self.chooser = make_chooser(self.row, emitted, self.facts.vocabulary, self.facts.banned)

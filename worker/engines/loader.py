@@ -1,0 +1,261 @@
+"""Opens a model: checks the directory, imports the library, loads weights and tokenizer, tells what it found.
+
+Runs on the executor thread. Nothing heavy is imported before the directory has passed its check, and a local
+path never touches the network. Whatever goes wrong becomes a `LoadProblem` that names the file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import logging
+import os
+import platform
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ...protocol.commands import Load
+from ...protocol.values import Limits, WorkerInfo
+from ..model_check import check_model, read_config, read_generation_config, resolve_model, weight_bytes
+from .base import Engine, LoadProblem, Report
+
+_log = logging.getLogger(__name__)
+_PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "dflash-mlx", "transformers")
+_GROUP_BYTES = 256 * 1024 * 1024
+"""Weights evaluated between two progress reports."""
+
+
+def open_engine(load: Load, report: Report) -> Engine:
+    """The engine for a load command. Raises `LoadProblem`."""
+    began = time.perf_counter()
+    path = resolve_model(load.model)
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if path is None:
+        report("downloading", 0, 0)
+        path = _download(load.model, report)
+    else:
+        # Read when the library is imported; without it a local tokenizer may still ask the hub.
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    report("checking", 0, 0)
+    check_model(path)
+    report("importing", 0, 0)
+    with _quiet():
+        before_import = time.perf_counter()
+        _import_library(path)
+        import_seconds = time.perf_counter() - before_import
+        return _open(load, path, report, began, import_seconds)
+
+
+def _open(load: Load, path: Path, report: Report, began: float, import_seconds: float) -> Engine:
+    from ..memory.caps import apply_caps, measure
+    from ..text.templates import describe
+    from .live import Facts
+    from .text import TextEngine
+
+    config = read_config(path)
+    _check_architecture(path, config, load.trust_remote_code)
+    caps = apply_caps(load.memory_limit)
+    memory_before = measure()
+    model = _load_weights(path, load.trust_remote_code, report)
+    report("tokenizer", 0, 0)
+    tokenizer = _load_tokenizer(path, load)
+    generation = read_generation_config(path)
+    vocabulary = _warm_up(path, model)
+    facts = Facts(
+        model=model,
+        vocabulary=vocabulary,
+        eos=frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id"),
+        banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
+    )
+    info = WorkerInfo(
+        engine="text",
+        model_type=config["model_type"],
+        backend=caps.backend,
+        vocab_size=vocabulary,
+        load_seconds=time.perf_counter() - began,
+        import_seconds=import_seconds,
+        memory_before=memory_before,
+        memory_after=measure(),
+        limits=Limits(
+            context_tokens=_context_limit(load.context_limit, config),
+            max_running=load.max_running,
+            max_queued=load.max_queued,
+            memory_bytes=caps.memory,
+            wired_bytes=caps.wired,
+            cache_bytes=caps.cache,
+            enforced_by=caps.enforced_by,
+        ),
+        template=describe(tokenizer, load.chat_template is not None),
+        versions=_versions(),
+    )
+    return TextEngine(info, facts, tokenizer, caps, deterministic=load.deterministic)
+
+
+def _import_library(path: Path) -> None:
+    try:
+        import mlx_lm.generate
+        import mlx_lm.utils  # noqa: F401
+    except Exception as error:
+        raise LoadProblem(f"cannot import mlx-lm to load {path}: {_short(error)}") from error
+
+
+def _check_architecture(path: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
+    from mlx_lm.utils import MODEL_REMAPPING
+
+    file = path / "config.json"
+    if (custom := config.get("model_file")) is not None:
+        if not trust_remote_code:
+            raise LoadProblem(
+                f"{file} names a model_file ({custom}), code that would run in the worker; "
+                "load with trust_remote_code if you trust it"
+            )
+        return
+    kind = config["model_type"]
+    module = MODEL_REMAPPING.get(kind, kind)
+    if not module.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
+        version = importlib.metadata.version("mlx-lm")
+        raise LoadProblem(f"{file} has model_type {kind!r}, which mlx-lm {version} does not know")
+
+
+def _load_weights(path: Path, trust_remote_code: bool, report: Report) -> Any:
+    """The model with all weights in memory, evaluated in groups so that a slow load shows movement."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.utils import load_model
+
+    total = weight_bytes(path)
+    report("weights", 0, total)
+    try:
+        model, _ = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
+        done, size, group = 0, 0, []
+        flat: Any = tree_flatten(model.parameters())
+        for _, value in flat:
+            group.append(value)
+            size += value.nbytes
+            if size >= _GROUP_BYTES:
+                mx.eval(group)
+                done, size, group = done + size, 0, []
+                # Loading may convert weights, so their sizes in memory and on disk can differ.
+                report("weights", min(done, total), total)
+        mx.eval(group, model.parameters())
+    except LoadProblem:
+        raise
+    except Exception as error:
+        raise LoadProblem(f"cannot load the weights in {path}: {_short(error)}") from error
+    report("weights", total, total)
+    return model
+
+
+def _load_tokenizer(path: Path, load: Load) -> Any:
+    from mlx_lm.utils import load_config, load_tokenizer
+
+    extra: dict[str, Any] = {"trust_remote_code": load.trust_remote_code}
+    if load.chat_template is not None:
+        # The second key, if a checkpoint has it, names a renderer that would go before any template.
+        extra |= {"chat_template": load.chat_template, "chat_template_type": None}
+    try:
+        return load_tokenizer(path, extra, eos_token_ids=load_config(path).get("eos_token_id"))
+    except Exception as error:
+        raise LoadProblem(f"cannot load the tokenizer in {path}: {_short(error)}") from error
+
+
+def _warm_up(path: Path, model: Any) -> int:
+    """Run one token through the model; gives the width of its logits, which is its real vocabulary."""
+    import mlx.core as mx
+    from mlx_lm.generate import generation_stream
+    from mlx_lm.models.cache import make_prompt_cache
+
+    try:
+        with mx.stream(generation_stream):
+            logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
+            mx.eval(logits)
+    except Exception as error:
+        raise LoadProblem(f"the model in {path} fails on its first token: {_short(error)}") from error
+    return int(logits.shape[-1])
+
+
+def _context_limit(asked: int | None, config: dict[str, Any]) -> int:
+    """The smaller of both limits; 0 when neither is known, and then nothing is checked."""
+    nested = config.get("text_config")
+    own = config.get("max_position_embeddings")
+    if own is None and isinstance(nested, dict):
+        own = nested.get("max_position_embeddings")
+    known = [limit for limit in (asked, own) if isinstance(limit, int) and limit > 0]
+    return min(known, default=0)
+
+
+def _ids(config: dict[str, Any], key: str) -> frozenset[int]:
+    value = config.get(key)
+    values = value if isinstance(value, list) else [value]
+    return frozenset(item for item in values if isinstance(item, int) and not isinstance(item, bool))
+
+
+def _short(error: Exception) -> str:
+    """One line of a library's error: of a list of parameters, the first three and how many more."""
+    lines = [line.strip(" ,.") for line in str(error).splitlines() if line.strip(" ,.")]
+    if not lines:
+        return type(error).__name__
+    head, names = lines[0], lines[1:]
+    if not names:
+        return head[:500]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{head.rstrip(': ')}: {', '.join(names[:3])}{more}"[:500]
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Library chatter goes to the log or to stderr; stdout stays clean."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with warnings.catch_warnings(record=True) as caught, contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        _log.debug("%s: %s", warning.category.__name__, warning.message)
+
+
+def _download(model: str, report: Report) -> Path:
+    """The local snapshot of a Hugging Face id. Raises `LoadProblem`, also when there is no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    result: list[Path | Exception] = []
+
+    def fetch() -> None:
+        patterns = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py"]
+        try:
+            result.append(Path(snapshot_download(model, allow_patterns=patterns)))
+        except Exception as error:
+            result.append(error)
+
+    # A thread of its own, so that progress is reported from here while it downloads, and only while bytes come.
+    thread = threading.Thread(target=fetch, name="download", daemon=True)
+    thread.start()
+    blobs = Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "blobs"
+    before = -1
+    while thread.is_alive():
+        thread.join(1.0)
+        done = sum(file.stat().st_size for file in blobs.glob("*") if file.is_file()) if blobs.exists() else 0
+        if done != before:
+            before = done
+            report("downloading", done, 0)
+    outcome = result[0]
+    if isinstance(outcome, Exception):
+        raise LoadProblem(
+            f"{model} is not a directory here, and could not be fetched from the Hugging Face hub: "
+            f"{type(outcome).__name__}: {_short(outcome)}"
+        ) from outcome
+    return outcome

@@ -1,0 +1,89 @@
+"""Decodes a lone row: the model's forward pass, pipelined one token ahead, and little else.
+
+The operations on the logits are those of mlx-lm's `generate_step`, so greedy tokens are the same.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from .base import PrefillOut, TokenOut
+from .live import Live
+
+_TOKENS_A_CLEANUP = 256
+
+
+class Solo:
+    """Holds at most one row. `pending` is its next token, being computed, not yet known."""
+
+    def __init__(self) -> None:
+        self.live: Live | None = None
+        self._pending: mx.array | None = None
+        self._steps = 0
+
+    @property
+    def prefilling(self) -> bool:
+        """Whether the row's next token is not even being computed."""
+        return self.live is not None and self._pending is None
+
+    def start(self, live: Live) -> None:
+        """Take a row; its cache, if it has one, covers `cached` of its tokens."""
+        if live.cache is None:
+            live.cache = make_prompt_cache(live.facts.model)
+            live.cached = 0
+        self.live, self._pending, self._steps = live, None, 0
+
+    def drop(self) -> None:
+        """Forget the row. What is still being computed for it is discarded."""
+        self.live, self._pending = None, None
+
+    def prefill(self, chunk: int) -> PrefillOut:
+        """Process a chunk of the prompt; with the last one, start on the first token."""
+        live = self._row()
+        ids, total = live.ids, len(live.ids)
+        with mx.stream(generation_stream):
+            if live.cached < total - 1:
+                end = min(live.cached + chunk, total - 1)
+                live.facts.model(mx.array([ids[live.cached : end]]), cache=live.cache)
+                mx.eval([layer.state for layer in live.cache or ()])
+                live.cached = end
+                mx.clear_cache()
+            if live.cached >= total - 1:
+                self._pending = self._forward(live, mx.array(ids[-1:]))
+                mx.async_eval(self._pending)
+                live.cached = total
+                return PrefillOut(live.row.request_id, total, total)
+        return PrefillOut(live.row.request_id, live.cached, total)
+
+    def decode(self, ahead: bool = True) -> TokenOut:
+        """The pending token. The one after it is set going first, unless not wanted (`ahead` False)."""
+        live, pending = self._row(), self._pending
+        assert pending is not None, "decode before the end of prefill"
+        following = None
+        if ahead and live.left > 1:
+            with mx.stream(generation_stream):
+                following = self._forward(live, pending)
+                mx.async_eval(following)
+        out = live.take(pending.item())  # pyright: ignore[reportArgumentType]
+        if following is not None:
+            live.cached += 1
+        self._pending = following
+        self._steps += 1
+        if self._steps % _TOKENS_A_CLEANUP == 0:
+            mx.clear_cache()
+        if out.finish is not None:
+            self.drop()
+        return out
+
+    def _forward(self, live: Live, token: mx.array) -> mx.array:
+        logits = live.facts.model(token[None], cache=live.cache)[:, -1, :]
+        sampler, processors = live.chooser
+        for processor in processors:
+            logits = processor(token, logits)
+        return sampler(logits - mx.logsumexp(logits, keepdims=True))
+
+    def _row(self) -> Live:
+        assert self.live is not None, "no row here"
+        return self.live

@@ -1,0 +1,194 @@
+"""Chooses tokens for one row: penalties and bias on its logits, then greedy or a seeded draw.
+
+The key of a draw comes from (seed, position) alone and the global random state is never touched, so a seeded
+row gives the same tokens alone, in company and after a resume. Numbers are checked here against the
+vocabulary, because the library fails on them in the middle of a step or not at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ...protocol.errors import ErrorCode
+from ..engines.base import Refused, Row, Sampling
+
+Sampler = Callable[[mx.array], mx.array]
+"""Log-probabilities [n, vocabulary] → token ids [n]."""
+
+Processor = Callable[[mx.array, mx.array], mx.array]
+"""(ids of which the last is the newest, logits [1, vocabulary]) → logits."""
+
+_MASK_64 = 2**64 - 1
+_LARGEST_SHARPNESS = 1e30
+"""Beyond this, 1 / temperature would overflow a float32; a draw is greedy long before."""
+
+
+class Chooser(NamedTuple):
+    """What picks a row's tokens. Stateful: each part is called exactly once a token."""
+
+    sampler: Sampler
+    processors: list[Processor]
+
+
+def greedy(logprobs: mx.array) -> mx.array:
+    """The most likely token. All greedy rows share this one object, so that a batch makes one call for them."""
+    return mx.argmax(logprobs, axis=-1)
+
+
+def check_sampling(sampling: Sampling, vocabulary: int) -> None:
+    """Raise `Refused` for numbers that do not fit the vocabulary."""
+    if sampling.top_k >= vocabulary:
+        raise Refused(
+            ErrorCode.BAD_REQUEST,
+            f"top_k must be 0 (off) to {vocabulary - 1} for this vocabulary of {vocabulary}, "
+            f"got {sampling.top_k}",
+        )
+    for token in sampling.logit_bias:
+        if not 0 <= token < vocabulary:
+            raise Refused(
+                ErrorCode.BAD_REQUEST,
+                f"logit_bias has token id {token}; this vocabulary has ids 0 to {vocabulary - 1}",
+            )
+
+
+def make_chooser(row: Row, emitted: Sequence[int], vocabulary: int, banned: Sequence[int] = ()) -> Chooser:
+    """The sampler and processors of a row of which `emitted` is already generated."""
+    sampling = row.sampling
+    sampler = greedy if sampling.temperature == 0 else Draw(sampling, len(emitted))
+    processors: list[Processor] = []
+    if sampling.logit_bias or banned:
+        processors.append(Bias(sampling.logit_bias, banned, vocabulary))
+    if sampling.repetition_penalty != 1.0 and sampling.repetition_window > 0:
+        # No window can hold more than the row will ever have.
+        window = min(sampling.repetition_window, len(row.prompt) + row.max_tokens)
+        processors.append(Repetition(sampling.repetition_penalty, window, [*row.prompt, *emitted]))
+    if sampling.presence_penalty or sampling.frequency_penalty:
+        processors.append(
+            Occurrence(sampling.presence_penalty, sampling.frequency_penalty, emitted, vocabulary)
+        )
+    return Chooser(sampler, processors)
+
+
+class Draw:
+    """A seeded draw from the distribution that top_p, min_p, top_k and then temperature leave."""
+
+    def __init__(self, sampling: Sampling, position: int) -> None:
+        self._seed = sampling.seed
+        self._position = position
+        sharpness = min(1.0 / sampling.temperature, _LARGEST_SHARPNESS)
+        # Arrays, because a compiled function is compiled anew for each Python number.
+        self._sharpness = mx.array(sharpness, dtype=mx.float32)
+        self._top_p = mx.array(sampling.top_p, dtype=mx.float32)
+        self._log_min_p = mx.array(math.log(sampling.min_p) if sampling.min_p else 0.0, dtype=mx.float32)
+        self._pick = _picker(sampling.top_p < 1.0, sampling.min_p > 0.0, sampling.top_k)
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        key = mx.random.key(_mix(self._seed, self._position))
+        self._position += 1
+        return self._pick(logprobs, key, self._sharpness, self._top_p, self._log_min_p)
+
+
+def _mix(seed: int, position: int) -> int:
+    """64 well-spread bits of both numbers (the finaliser of SplitMix64, Steele et al. 2014)."""
+    bits = (seed + (position + 1) * 0x9E3779B97F4A7C15) & _MASK_64
+    bits = ((bits ^ (bits >> 30)) * 0xBF58476D1CE4E5B9) & _MASK_64
+    bits = ((bits ^ (bits >> 27)) * 0x94D049BB133111EB) & _MASK_64
+    return bits ^ (bits >> 31)
+
+
+@lru_cache(maxsize=256)
+def _picker(use_top_p: bool, use_min_p: bool, top_k: int) -> Callable[..., mx.array]:
+    """The compiled draw for a choice of filters, shared by all rows that make it."""
+
+    def pick(
+        logprobs: mx.array, key: mx.array, sharpness: mx.array, top_p: mx.array, log_min_p: mx.array
+    ) -> mx.array:
+        scores = logprobs.astype(mx.float32)
+        if use_top_p:
+            rising = mx.sort(scores, axis=-1)
+            mass = mx.cumsum(mx.exp(rising), axis=-1)
+            total = mass[..., -1:]
+            # A token stays while the tokens above it do not yet hold top_p of the mass.
+            least = mx.min(mx.where(total - mass < top_p * total, rising, mx.inf), axis=-1, keepdims=True)
+            scores = mx.where(scores < least, -mx.inf, scores)
+        best = mx.max(scores, axis=-1, keepdims=True)
+        if use_min_p:
+            scores = mx.where(scores < best + log_min_p, -mx.inf, scores)
+        if top_k:
+            # By index, not by threshold: of equal tokens no more than top_k may stay.
+            rest = mx.argpartition(scores, kth=-top_k, axis=-1)[..., :-top_k]
+            scores = mx.put_along_axis(scores, rest, mx.array(-mx.inf), axis=-1)
+        return mx.random.categorical((scores - best) * sharpness, key=key)
+
+    return mx.compile(pick)
+
+
+class Bias:
+    """Adds a constant to the logits of some tokens and bans others."""
+
+    def __init__(self, bias: dict[int, float], banned: Sequence[int], vocabulary: int) -> None:
+        dense = [0.0] * vocabulary
+        for token, value in bias.items():
+            dense[token] = value
+        for token in banned:
+            dense[token] = -math.inf
+        self._dense = mx.array(dense, dtype=mx.float32)
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + self._dense.astype(logits.dtype)
+
+
+class Repetition:
+    """Divides positive and multiplies negative logits of the last `window` tokens, prompt included.
+
+    Keskar et al. 2019, arXiv:1909.05858.
+    """
+
+    def __init__(self, penalty: float, window: int, context: Sequence[int]) -> None:
+        self._penalty = penalty
+        recent = list(context[-window:])
+        # A fixed shape from the start. The oldest token fills it: it leaves only after its copies.
+        self._recent = mx.array([recent[0]] * (window - len(recent)) + recent, dtype=mx.int32)
+        self._first = True
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._first:
+            self._first = False
+        else:
+            self._recent = mx.concatenate([self._recent[1:], tokens[-1:].astype(mx.int32)])
+        chosen = logits[:, self._recent]
+        penalised = mx.where(chosen < 0, chosen * self._penalty, chosen / self._penalty)
+        return mx.put_along_axis(logits, self._recent[None], penalised.astype(logits.dtype), axis=-1)
+
+
+class Occurrence:
+    """Presence and frequency penalties over all that was generated, as the OpenAI API means them.
+
+    Subtracts presence once, and frequency for each occurrence. The prompt does not count.
+    """
+
+    def __init__(self, presence: float, frequency: float, emitted: Sequence[int], vocabulary: int) -> None:
+        self._counts = mx.zeros((vocabulary,), dtype=mx.float32)
+        if emitted:
+            self._counts = self._counts.at[mx.array(list(emitted), dtype=mx.int32)].add(1.0)
+        self._presence = mx.array(presence, dtype=mx.float32)
+        self._frequency = mx.array(frequency, dtype=mx.float32)
+        self._first = True
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        if self._first:
+            self._first = False
+        else:
+            self._counts = self._counts.at[tokens[-1:]].add(1.0)
+        return _subtract(logits, self._counts, self._presence, self._frequency)
+
+
+@mx.compile
+def _subtract(logits: mx.array, counts: mx.array, presence: mx.array, frequency: mx.array) -> mx.array:
+    penalty = frequency * counts + mx.where(counts > 0, presence, 0.0)
+    return logits - penalty.astype(logits.dtype)

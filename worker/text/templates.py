@@ -1,0 +1,177 @@
+"""Renders messages with the model's chat template, and encodes prompts.
+
+The caller's messages are never changed: the template gets copies.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ...protocol.errors import ErrorCode
+from ...protocol.values import ChatMessage, TemplateInfo
+from ..engines.base import Refused
+
+_FORMATS = (
+    ("chatml", ("<|im_start|>",)),
+    ("llama3", ("<|start_header_id|>", "<|end_header_id|>")),
+    ("mistral", ("[INST]",)),
+)
+
+
+def describe(tokenizer: Any, overridden: bool) -> TemplateInfo:
+    """What is known of a tokenizer's chat template."""
+    if not tokenizer.has_chat_template:
+        return TemplateInfo(overridden=overridden)
+    source = _source(tokenizer)
+    style = next((name for name, marks in _FORMATS if all(mark in source for mark in marks)), "custom")
+    return TemplateInfo(
+        has_template=True,
+        format=style,
+        overridden=overridden,
+        thinking=bool(tokenizer.has_thinking),
+        tools=bool(tokenizer.has_tool_calling) or "tools" in source,
+    )
+
+
+def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
+    """Ids of a plain prompt. Special tokens are added unless the text already starts with the first of them."""
+    bos = tokenizer.bos_token
+    return list(tokenizer.encode(prompt, add_special_tokens=bos is None or not prompt.startswith(bos)))
+
+
+def encode_messages(
+    tokenizer: Any,
+    messages: list[ChatMessage],
+    tools: list[dict[str, Any]] | None,
+    template_args: dict[str, Any] | None,
+) -> list[int]:
+    """Ids of a chat, ready for the assistant's answer. Raises `Refused`."""
+    text = render(tokenizer, messages, tools, template_args)
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def render(
+    tokenizer: Any,
+    messages: list[ChatMessage],
+    tools: list[dict[str, Any]] | None = None,
+    template_args: dict[str, Any] | None = None,
+) -> str:
+    """Text of a chat, ready for the assistant's answer. Raises `Refused`."""
+    turns = [_as_dict(message, index) for index, message in enumerate(messages)]
+    if not tokenizer.has_chat_template:
+        if tools:
+            raise Refused(ErrorCode.UNSUPPORTED, "this model has no chat template, so it cannot use tools")
+        return "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in turns) + "\nassistant:"
+    if "developer" not in _source(tokenizer):
+        # Templates drop roles that they do not know; a developer's message is a system message to them.
+        for turn in turns:
+            if turn["role"] == "developer":
+                turn["role"] = "system"
+    first: Exception | None = None
+    for variant in _variants(turns):
+        try:
+            return _apply(tokenizer, variant, tools, template_args)
+        except Exception as error:  # templates raise whatever they like
+            first = first or error
+    raise Refused(ErrorCode.BAD_REQUEST, f"the chat template refuses these messages: {first}") from first
+
+
+def _apply(
+    tokenizer: Any,
+    turns: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    template_args: dict[str, Any] | None,
+) -> str:
+    extra = {"tools": tools} if tools else {}
+    reasoning = template_args or {}
+    error: TypeError | None = None
+    tried: list[dict[str, Any]] = []
+    # Renderers written in Python may not take every argument; each step asks for less.
+    for arguments in ({**extra, **reasoning}, extra, reasoning, {}):
+        if arguments in tried:
+            continue
+        tried.append(arguments)
+        try:
+            text = tokenizer.apply_chat_template(
+                copy.deepcopy(turns), tokenize=False, add_generation_prompt=True, **copy.deepcopy(arguments)
+            )
+        except TypeError as problem:
+            error = error or problem
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"it gave {type(text).__name__} instead of text")
+        return text
+    raise error or TypeError("it takes no arguments")
+
+
+def _variants(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """The turns as they are, then with tool arguments as objects, then with one call a turn."""
+    yield turns
+    if not any(turn.get("tool_calls") for turn in turns):
+        return
+    parsed = [_parse_arguments(turn) for turn in turns]
+    yield parsed
+    if any(len(turn.get("tool_calls") or ()) > 1 for turn in parsed):
+        yield _one_call_a_turn(parsed)
+
+
+def _parse_arguments(turn: dict[str, Any]) -> dict[str, Any]:
+    turn = copy.deepcopy(turn)
+    for call in turn.get("tool_calls") or ():
+        function = call.get("function", call)
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = json.loads(function["arguments"])
+            except ValueError:
+                pass
+    return turn
+
+
+def _one_call_a_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each of several parallel calls becomes a turn of its own, followed by its result."""
+    results = {turn["tool_call_id"]: turn for turn in turns if turn.get("tool_call_id")}
+    placed: set[str] = set()
+    out: list[dict[str, Any]] = []
+    for turn in turns:
+        calls = turn.get("tool_calls") or ()
+        if len(calls) < 2:
+            if turn.get("tool_call_id") not in placed:
+                out.append(turn)
+            continue
+        for number, call in enumerate(calls):
+            single = {**turn, "tool_calls": [call]}
+            if number:
+                single["content"] = ""
+            out.append(single)
+            name = call.get("id")
+            if name in results and name not in placed:
+                out.append(results[name])
+                placed.add(name)
+    return out
+
+
+def _as_dict(message: ChatMessage, index: int) -> dict[str, Any]:
+    content = message.content
+    if isinstance(content, list):
+        for number, part in enumerate(content):
+            if part.type != "text":
+                raise Refused(
+                    ErrorCode.UNSUPPORTED,
+                    f"messages[{index}].content[{number}] is an {part.type}; this model takes text only",
+                )
+        content = "".join(part.text or "" for part in content)
+    turn: dict[str, Any] = {"role": message.role, "content": content if content is not None else ""}
+    for field in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
+        value = getattr(message, field)
+        if value is not None:
+            turn[field] = value
+    return turn
+
+
+def _source(tokenizer: Any) -> str:
+    """The template's text; of several named ones, all of them."""
+    template = tokenizer.chat_template
+    return template if isinstance(template, str) else str(template or "")
