@@ -17,7 +17,7 @@ from .client_core import ClientCore
 from .client_live import ClientSettings, Live
 from .client_loop import LoopDriver
 from .client_streams import AsyncInbox, AsyncStream
-from .options import GenerateOptions, LoadOptions, make_generate, make_load
+from .options import GenerateOptions, LoadOptions, encode_command, make_generate, make_load
 from .run_dir import DAEMON_SOCKET, default_run_dir, socket_path
 from .views import Result
 
@@ -77,7 +77,7 @@ class AsyncClient:
         inbox = AsyncInbox()
         own = not command.detached
         live = Live(Generate, new_request_id(), inbox, cancel_on_close=own)
-        return AsyncStream(self._driver, live, command, inbox, own=own)
+        return AsyncStream(self._driver, live, encode_command(command), inbox, own=own)
 
     async def complete(self, model: str, **options: Unpack[GenerateOptions]) -> Result:
         """Generate and wait for the whole. Cancelling this task cancels the request."""
@@ -88,7 +88,8 @@ class AsyncClient:
         """Follow a live or lately finished request from its start."""
         target = request_id_bytes(request_id)
         inbox = AsyncInbox()
-        return AsyncStream(self._driver, Live(Attach, target, inbox), Attach(request=target), inbox, own=False)
+        body = encode_command(Attach(request=target))
+        return AsyncStream(self._driver, Live(Attach, target, inbox), body, inbox, own=False)
 
     async def stats(self, name: str | None = None) -> StatsReply:
         """Figures of one model, or of all and the daemon."""
@@ -111,18 +112,20 @@ class AsyncClient:
     async def _call(
         self, command: Command, wanted: type[E], limit: float | None, on_progress: OnProgress | None = None
     ) -> E:
+        body = encode_command(command)
         inbox = AsyncInbox()
         live = Live(type(command), new_request_id(), inbox, limit)
         driver = self._driver
-        driver.post(lambda core, now: core.submit(live, command, now))
+        driver.post(lambda core, now: core.submit(live, body, now))
         answer: E | None = None
         try:
-            while answer is None:
+            while True:
                 answer = read_answer(await inbox.pop(), wanted, on_progress)
+                if answer is not None:
+                    return answer
         finally:
             if answer is None and not driver.closed:
                 driver.post(lambda core, _: core.abandon(live, cancel=False))
-        return answer
 
     async def __aenter__(self) -> AsyncClient:
         try:

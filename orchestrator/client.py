@@ -17,7 +17,7 @@ from .client_core import ClientCore
 from .client_io import ThreadDriver
 from .client_live import ClientSettings, Live
 from .client_streams import Inbox, Stream
-from .options import GenerateOptions, LoadOptions, make_generate, make_load
+from .options import GenerateOptions, LoadOptions, encode_command, make_generate, make_load
 from .run_dir import DAEMON_SOCKET, default_run_dir, socket_path
 from .views import Result
 
@@ -53,15 +53,15 @@ class Client:
         **options: Unpack[LoadOptions],
     ) -> WorkerInfo:
         """Load a model under a name and wait until it is ready. `on_progress` is called in this thread."""
-        return self._call(make_load(name, model, options), Loaded, on_progress, timeout=None).info
+        return self._call(make_load(name, model, options), Loaded, None, on_progress).info
 
     def unload(self, name: str) -> bool:
         """Unload a model and wait until its process is gone. False: it was not loaded."""
-        return self._call(Unload(model=name), Unloaded, timeout=None).was_loaded
+        return self._call(Unload(model=name), Unloaded, None).was_loaded
 
     def restart(self, name: str, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Replace a model's worker by a fresh one and wait until it is ready."""
-        return self._call(Restart(model=name), Loaded, on_progress, timeout=None).info
+        return self._call(Restart(model=name), Loaded, None, on_progress).info
 
     def generate(self, model: str, **options: Unpack[GenerateOptions]) -> Stream:
         """Start a generation. Returns at once; errors of the daemon come from the stream."""
@@ -69,7 +69,7 @@ class Client:
         inbox = Inbox()
         own = not command.detached
         live = Live(Generate, new_request_id(), inbox, cancel_on_close=own)
-        return Stream(self._driver, live, command, inbox, own=own)
+        return Stream(self._driver, live, encode_command(command), inbox, own=own)
 
     def complete(self, model: str, **options: Unpack[GenerateOptions]) -> Result:
         """Generate and wait for the whole."""
@@ -80,43 +80,41 @@ class Client:
         """Follow a live or lately finished request from its start."""
         target = request_id_bytes(request_id)
         inbox = Inbox()
-        return Stream(self._driver, Live(Attach, target, inbox), Attach(request=target), inbox, own=False)
+        body = encode_command(Attach(request=target))
+        return Stream(self._driver, Live(Attach, target, inbox), body, inbox, own=False)
 
     def stats(self, name: str | None = None) -> StatsReply:
         """Figures of one model, or of all and the daemon."""
-        return self._call(Stats(model=name), StatsReply)
+        return self._call(Stats(model=name), StatsReply, self._timeout)
 
     def models(self) -> list[ModelStatus]:
         """The models that are loaded or configured."""
-        return self._call(Models(), ModelsReply).models
+        return self._call(Models(), ModelsReply, self._timeout).models
 
     def shutdown(self, grace_s: float = 5.0, *, drain: bool = False) -> None:
         """End the daemon. With `drain`, running requests may finish within the grace."""
-        self._call(Shutdown(grace_s=grace_s, drain=drain), Exiting, timeout=grace_s + self._timeout)
+        self._call(Shutdown(grace_s=grace_s, drain=drain), Exiting, grace_s + self._timeout)
 
     def close(self) -> None:
         """Cancel what runs, end the background thread, close the socket: within a second. Idempotent."""
         self._driver.close()
 
     def _call(
-        self,
-        command: Command,
-        wanted: type[E],
-        on_progress: OnProgress | None = None,
-        *,
-        timeout: float | None = -1.0,
+        self, command: Command, wanted: type[E], limit: float | None, on_progress: OnProgress | None = None
     ) -> E:
+        body = encode_command(command)
         inbox = Inbox()
-        live = Live(type(command), new_request_id(), inbox, self._timeout if timeout == -1.0 else timeout)
-        self._driver.post(lambda core, now: core.submit(live, command, now))
+        live = Live(type(command), new_request_id(), inbox, limit)
+        self._driver.post(lambda core, now: core.submit(live, body, now))
         answer: E | None = None
         try:
-            while answer is None:
+            while True:
                 answer = read_answer(inbox.pop(), wanted, on_progress)
+                if answer is not None:
+                    return answer
         finally:
             if answer is None:
                 self._forget(live)
-        return answer
 
     def _forget(self, live: Live) -> None:
         try:

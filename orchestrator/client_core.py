@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from ..protocol import codec
-from ..protocol.commands import Attach, Cancel, Command, Generate, Models, Shutdown
+from ..protocol.commands import Attach, Cancel, Generate, Models, Shutdown
 from ..protocol.errors import BulkheadError, Disconnected, ErrorCode, RequestTimeout
 from ..protocol.events import Accepted, Exiting, Failed
 from .client_live import (
@@ -36,7 +36,6 @@ EXITING: Final = codec.kind_of(Exiting)
 
 MAX_REFUSALS: Final = 3
 """Refused connections in a row before the daemon counts as gone: one may be a full backlog."""
-
 
 
 @dataclass(slots=True)
@@ -64,15 +63,15 @@ class ClientCore:
 
     # ---- what callers want
 
-    def submit(self, live: Live, command: Command, now: float) -> None:
-        """Start a request or call."""
+    def submit(self, live: Live, body: bytes, now: float) -> None:
+        """Start a request or call; `body` is its command, encoded."""
         live.wire_id = live.request_id if live.command is Generate else codec.new_request_id()
         live.heard = now
         self._live[live.wire_id] = live
         if live.timeout is not None:
             live.deadline = now + live.timeout
             self._timed[live.wire_id] = live
-        self._send(live, codec.encode(command, live.wire_id))
+        self._send(live, [codec.head_of(codec.kind_of(live.command), live.wire_id), body])
         if self.link is Link.DOWN:
             self._lost_at = now
             self._attempts = self._refusals = 0

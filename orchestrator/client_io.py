@@ -5,7 +5,6 @@ Both drive a `ClientCore` and decide nothing. The only client file that touches 
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 import threading
@@ -18,13 +17,14 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..protocol.errors import Disconnected, InternalError
-from .channel import BATCH, Pump, open_socket
+from .channel import BATCH, open_socket
 from .client_core import ClientCore, Connect
 
 Input = Callable[[ClientCore, float], None]
 """Something a caller wants of the core."""
 
-_DROPPED = "its connection ended"
+DROPPED = "its connection ended"
+Context = zmq.Context[zmq.Socket[bytes]]
 
 
 def why_not_there(path: Path) -> str:
@@ -44,10 +44,20 @@ def why_not_there(path: Path) -> str:
     return ""
 
 
+def new_context() -> Context:
+    """A zmq context of one client."""
+    return zmq.Context()
+
+
+def is_drop(event: list[bytes]) -> bool:
+    """Whether a monitor's message says that the connection ended."""
+    return parse_monitor_message(event)["event"] == zmq.EVENT_DISCONNECTED
+
+
 class Wire:
     """One socket to the daemon, with its connection's end reported and an outbox for what it cannot take yet."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], path: Path) -> None:
+    def __init__(self, context: Context, path: Path) -> None:
         self.socket = open_socket(context, zmq.DEALER)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a new connection is a new peer: the core must know
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -68,12 +78,18 @@ class Wire:
                 return
             self.outbox.popleft()
 
+    def receive(self) -> list[bytes] | None:
+        """The next message, if one waits."""
+        try:
+            return self.socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
     def dropped(self) -> bool:
         """Whether the monitor has reported the connection's end."""
         ended = False
         while self.monitor.poll(0):
-            event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
-            ended = ended or event["event"] == zmq.EVENT_DISCONNECTED
+            ended = is_drop(self.monitor.recv_multipart(zmq.NOBLOCK)) or ended
         return ended
 
     def close(self) -> None:
@@ -126,7 +142,7 @@ class ThreadDriver:
             os.write(self._wake_write, b"!")
 
     def _run(self) -> None:
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        context = new_context()
         try:
             while not self._stopping:
                 self._step(context)
@@ -146,7 +162,7 @@ class ThreadDriver:
                 self._wire.close()
             context.term()  # bounded by the linger of the socket
 
-    def _step(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _step(self, context: Context) -> None:
         self._perform(context)
         now = time.monotonic()
         until = self._core.wait_until(now)
@@ -164,7 +180,7 @@ class ThreadDriver:
         if self._wire is not None:
             poller.register(self._wire.monitor, zmq.POLLIN)
             poller.register(self._wire.socket, zmq.POLLIN | (zmq.POLLOUT if self._wire.outbox else 0))
-        poller.poll(None if timeout is None else timeout * 1000 + 1)
+        poller.poll(None if timeout is None else int(timeout * 1000) + 1)
         if self._signalled:
             os.read(self._wake_read, 64)
             self._signalled = False  # before the inputs are taken: a later post wakes again
@@ -173,16 +189,15 @@ class ThreadDriver:
         """What has arrived, first of all; the connection's end only after it."""
         dropped = wire.dropped()
         for _ in range(BATCH if not dropped else 1_000_000):
-            try:
-                parts = wire.socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
+            parts = wire.receive()
+            if parts is None:
                 break
             self._core.frame(parts, now)
         wire.flush()
         if dropped:
-            self._core.lost(_DROPPED, now)
+            self._core.lost(DROPPED, now)
 
-    def _perform(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def _perform(self, context: Context) -> None:
         while actions := self._core.actions():
             for action in actions:
                 if isinstance(action, list):

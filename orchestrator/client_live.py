@@ -11,6 +11,7 @@ from ..protocol.commands import Attach, Command, Generate, Load, Models, Restart
 from ..protocol.errors import BulkheadError
 from ..protocol.events import Done, Event, Exiting, Failed, Loaded, LoadFailed, ModelsReply, StatsReply, Unloaded
 
+
 def _kinds(*classes: type[Event]) -> frozenset[int]:
     return frozenset(codec.kind_of(cls) for cls in (*classes, Failed))
 
@@ -102,5 +103,3 @@ class ClientSettings:
     """Without a word for a live request, then the daemon is probed."""
     backoff_first: float = 0.05
     backoff_most: float = 1.0
-
-

@@ -11,7 +11,7 @@ from pathlib import Path
 from ..protocol.errors import Disconnected
 from .channel import Pump
 from .client_core import ClientCore
-from .client_io import DROPPED, Input, Wire, new_context, why_not_there
+from .client_io import DROPPED, Input, Wire, is_drop, new_context, why_not_there
 from .client_live import Connect
 
 
@@ -22,7 +22,7 @@ class LoopDriver:
         self._core = core
         self._path = path
         self.loop = asyncio.get_running_loop()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context = new_context()
         self._wire: Wire | None = None
         self._pumps: list[Pump] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -61,15 +61,15 @@ class LoopDriver:
         self._perform()
 
     def _monitored(self, parts: list[bytes]) -> None:
-        if parse_monitor_message(parts)["event"] == zmq.EVENT_DISCONNECTED:
+        if is_drop(parts):
             self._drain()
-            self._core.lost(_DROPPED, time.monotonic())
+            self._core.lost(DROPPED, time.monotonic())
             self._perform()
 
     def _drain(self) -> None:
         """Hear what has arrived, before time or a broken connection is judged."""
-        while self._wire is not None and self._wire.socket.EVENTS & zmq.POLLIN:
-            self._core.frame(self._wire.socket.recv_multipart(zmq.NOBLOCK), time.monotonic())
+        while self._wire is not None and (parts := self._wire.receive()) is not None:
+            self._core.frame(parts, time.monotonic())
 
     def _flush(self) -> None:
         if self._wire is not None:

@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ..protocol.commands import Command
 from ..protocol.errors import Disconnected, RequestTimeout
 from .client_answers import PROGRESS, StreamReader
 from .client_live import Item, Live
@@ -58,14 +57,14 @@ class Stream:
     was only attached to. `cancel()` may be called from any thread.
     """
 
-    def __init__(self, driver: ThreadDriver, live: Live, command: Command, inbox: Inbox, *, own: bool) -> None:
+    def __init__(self, driver: ThreadDriver, live: Live, body: bytes, inbox: Inbox, *, own: bool) -> None:
         self._driver = driver
         self._live = live
         self._inbox = inbox
         self._own = own
         self._reader = StreamReader(live.request_id)
         self.request_id = live.request_id.hex()
-        driver.post(lambda core, now: core.submit(live, command, now))
+        driver.post(lambda core, now: core.submit(live, body, now))
 
     def __iter__(self) -> Iterator[Snap]:
         return self
@@ -175,14 +174,14 @@ class AsyncStream:
     detached or was only attached to.
     """
 
-    def __init__(self, driver: LoopDriver, live: Live, command: Command, inbox: AsyncInbox, *, own: bool) -> None:
+    def __init__(self, driver: LoopDriver, live: Live, body: bytes, inbox: AsyncInbox, *, own: bool) -> None:
         self._driver = driver
         self._live = live
         self._inbox = inbox
         self._own = own
         self._reader = StreamReader(live.request_id)
         self.request_id = live.request_id.hex()
-        driver.post(lambda core, now: core.submit(live, command, now))
+        driver.post(lambda core, now: core.submit(live, body, now))
 
     def __aiter__(self) -> AsyncIterator[Snap]:
         return self
@@ -200,7 +199,7 @@ class AsyncStream:
         self._reader.assembler.progress = progress
         return self
 
-    async def result(self, timeout: float | None = None) -> Result:
+    async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as in Stream
         """Wait for the end. Raises the typed error of a request that failed, and `RequestTimeout`, after which
         the request still goes on, if `timeout` seconds were not enough."""
         try:

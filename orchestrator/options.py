@@ -91,6 +91,19 @@ def make_load(name: str, model: str | os.PathLike[str], options: LoadOptions) ->
     return load
 
 
+def encode_command(command: Command) -> bytes:
+    """The body of a command, checked as the receiver will check it. Raises `BadRequest` or `TooLarge`."""
+    try:
+        body = codec.encode_body(command)
+        if not isinstance(command, (Generate, Load)):  # those come checked from above
+            codec.decode_body(codec.kind_of(type(command)), codec.NO_REQUEST, body)
+    except codec.FrameError as error:
+        raise error_for(error.code, str(error)) from None
+    if not isinstance(command, (Generate, Load)):
+        _raise_if(checks.check(command))
+    return body
+
+
 def local_path(model: str | os.PathLike[str]) -> str:
     """A path made absolute when it is one: it exists, or is written like one. A hub id stays as it is."""
     if isinstance(model, os.PathLike):
@@ -134,8 +147,6 @@ def _through_the_wire(cls: type[_C], fields: dict[str, Any]) -> _C:
         body = codec.encode_body(cls(**fields))
     except codec.FrameError as error:
         _explain_encoding(cls, fields, error)
-    except RecursionError:
-        raise BadRequest(f"an option of {cls.__name__} contains itself or is nested too deeply") from None
     try:
         return cast(_C, codec.decode_body(kind, codec.NO_REQUEST, body))
     except codec.FrameError as error:
@@ -151,7 +162,7 @@ def _explain_encoding(cls: type[Command], fields: dict[str, Any], error: codec.F
         try:
             codec.encode_body(cls(**{**required, name: value}))
         except codec.FrameError as wrong:
-            if "limit of a frame" in str(wrong):
+            if isinstance(wrong, codec.FrameTooLarge):
                 raise TooLarge(f"{name}: {wrong}") from None
             raise BadRequest(f"{name}: {wrong}{_shown(value)}") from None
     raise TooLarge(str(error)) from None

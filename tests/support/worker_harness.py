@@ -17,10 +17,9 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import zmq
-
 from mlx_bulkhead.protocol.codec import NO_REQUEST, Frame, Message, decode, encode, new_request_id
 from mlx_bulkhead.protocol.commands import Cancel, Generate, Load, Shutdown, Stats
 from mlx_bulkhead.protocol.events import (
@@ -164,12 +163,12 @@ class WorkerHarness:
     def send(self, message: Message, request_id: bytes = NO_REQUEST) -> None:
         self.socket.send_multipart(encode(message, request_id))
 
-    def generate(self, request_id: bytes | None = None, **fields: object) -> bytes:
+    def generate(self, request_id: bytes | None = None, **fields: Any) -> bytes:
         """Send a `Generate` for the loaded model; its id."""
         request_id = request_id or new_request_id()
         self.requests.setdefault(request_id, Outcome(request_id))
         fields.setdefault("model", NAME)
-        self.send(Generate(**fields), request_id)  # pyright: ignore[reportArgumentType]
+        self.send(Generate(**fields), request_id)
         return request_id
 
     def cancel(self, request_id: bytes, reason: str = "cancelled") -> None:
@@ -230,22 +229,22 @@ class WorkerHarness:
                     return True
             return False
 
-        self.until(look, timeout, kind.__name__)
+        self.until(look, timeout, str(kind))
         return found[0]
 
     def hello(self) -> Hello:
         return self.expect(Hello)
 
-    def load(self, model: Path | str, timeout: float = 30.0, **fields: object) -> Loaded:
+    def load(self, model: Path | str, timeout: float = 30.0, **fields: Any) -> Loaded:
         """Say hello and load a model that can be loaded."""
         self.hello()
         answer = self.try_load(model, timeout, **fields)
         assert isinstance(answer, Loaded), f"{answer}\n{self.log()}"
         return answer
 
-    def try_load(self, model: Path | str, timeout: float = 30.0, **fields: object) -> Loaded | LoadFailed:
+    def try_load(self, model: Path | str, timeout: float = 30.0, **fields: Any) -> Loaded | LoadFailed:
         fields.setdefault("name", NAME)
-        self.send(Load(model=str(model), **fields), new_request_id())  # pyright: ignore[reportArgumentType]
+        self.send(Load(model=str(model), **fields), new_request_id())
         return self.expect(Loaded | LoadFailed, timeout)  # pyright: ignore[reportArgumentType, reportReturnType]
 
     def result(self, request_id: bytes, timeout: float = TIMEOUT_S) -> Outcome:
@@ -254,7 +253,7 @@ class WorkerHarness:
         self.until(lambda: outcome.is_over, timeout, "the end of the request")
         return outcome
 
-    def run(self, timeout: float = TIMEOUT_S, **fields: object) -> Outcome:
+    def run(self, timeout: float = TIMEOUT_S, **fields: Any) -> Outcome:
         """Generate and wait for the end."""
         return self.result(self.generate(**fields), timeout)
 
@@ -312,7 +311,7 @@ class WorkerHarness:
 
 
 @contextlib.contextmanager
-def loaded_worker(run_dir: Path, model: Path, **fields: object) -> Iterator[WorkerHarness]:
+def loaded_worker(run_dir: Path, model: Path, **fields: Any) -> Iterator[WorkerHarness]:
     """A worker that has its model."""
     with WorkerHarness(run_dir) as worker:
         worker.load(model, **fields)

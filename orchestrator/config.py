@@ -1,0 +1,220 @@
+"""The TOML file of a daemon or an embedding application, validated.
+
+An error names the file, the key's path, the value and what is allowed. Paths are relative to the file.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, TypeVar, cast
+
+import msgspec
+from msgspec import Meta
+
+from ..protocol import checks
+from ..protocol.commands import Generate, Load
+from ..protocol.errors import BadRequest
+from .options import LOAD_OPTIONS, LoadOptions, closest, local_path, make_load
+from .policy.restart import RestartPolicy
+
+Seconds = Annotated[float, Meta(ge=0.01, le=86_400)]
+_S = TypeVar("_S", bound=msgspec.Struct)
+
+
+class ConfigError(BadRequest):
+    """The configuration cannot be read or holds a bad value."""
+
+
+class DefaultsConfig(msgspec.Struct, frozen=True):
+    """`[defaults]`: what a request gets that leaves the field open. None: what `protocol.limits` says."""
+
+    max_tokens: int | None = None
+    temperature: float | None = None
+    deadline_s: float | None = None
+
+
+class LimitsConfig(msgspec.Struct, frozen=True):
+    """`[limits]`: bounds and times of the orchestrator. Times in seconds."""
+
+    max_clients: Annotated[int, Meta(ge=1, le=65_536)] = 64
+    max_requests: Annotated[int, Meta(ge=1, le=1_000_000)] = 4096
+    """Requests that may be waiting or running, all models together."""
+    keepalive_s: Annotated[float, Meta(ge=0.01, le=2.0)] = 0.5
+    """Silence of a live request after which the orchestrator says that it lives. Clients give up on 5 s."""
+    hello_s: Seconds = 60.0
+    """From the start of a worker's process to its first message."""
+    load_silence_s: Seconds = 600.0
+    """Longest silence of a load; every progress starts it anew."""
+    polite_s: Seconds = 2.0
+    """From asking a worker to end to SIGTERM."""
+    term_s: Seconds = 2.0
+    """From SIGTERM to SIGKILL."""
+    drain_s: Seconds = 30.0
+    """For running requests, when a model is unloaded with drain."""
+    shutdown_grace_s: Seconds = 5.0
+    """For the whole daemon to end; then workers are killed."""
+
+
+class ModelConfig(msgspec.Struct, frozen=True):
+    """`[models.NAME]`: a model that clients may name. Loaded when first asked for, or at start with `preload`."""
+
+    model: str
+    """A path, absolute or relative to the file, or a Hugging Face id."""
+    preload: bool = False
+    context_limit: int | None = None
+    memory_limit: int | None = None
+    trust_remote_code: bool = False
+    chat_template: str | None = None
+    max_running: int = 32
+    max_queued: int = 256
+    stall_budget_s: float = 60.0
+    deterministic: bool = False
+    env: dict[str, str] = {}
+    """Environment variables of the worker, such as `LD_PRELOAD`."""
+
+    def load(self, name: str) -> Load:
+        """The command that loads it. Raises `BadRequest`."""
+        options = cast(LoadOptions, {option: getattr(self, option) for option in LOAD_OPTIONS})
+        return make_load(name, self.model, options)
+
+
+class Config(msgspec.Struct, frozen=True):
+    """The whole configuration."""
+
+    run_dir: Path | None = None
+    """For sockets, logs and notes. None: `$BULKHEAD_RUN_DIR`, else the user's default; embedded, a temporary one."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    defaults: DefaultsConfig = DefaultsConfig()
+    limits: LimitsConfig = LimitsConfig()
+    restart: RestartPolicy = RestartPolicy()
+    models: dict[str, ModelConfig] = {}
+
+    @classmethod
+    def default(cls) -> Config:
+        """No model, and the defaults for all else."""
+        return cls()
+
+    def request_defaults(self) -> dict[str, object]:
+        """The fields of a request that are filled in when it leaves them open."""
+        return {key: value for key, value in msgspec.structs.asdict(self.defaults).items() if value is not None}
+
+
+_RESTART_RANGES: Final = {
+    "max_restarts": (0, 1000),
+    "window_s": (0.01, 86_400),
+    "base_delay_s": (0.0, 86_400),
+    "max_delay_s": (0.0, 86_400),
+    "jitter": (0.0, 1.0),
+}
+
+
+def load_config(path: Path | str) -> Config:
+    """Read and check a file. Raises `ConfigError`."""
+    path = Path(path).expanduser()
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror or error}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid TOML: {error}") from None
+    try:
+        return parse_config(table, path.absolute().parent)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error.message}") from None
+
+
+def parse_config(table: Mapping[str, Any], base: Path) -> Config:
+    """Check a parsed file whose paths are relative to `base`. Raises `ConfigError`."""
+    config = _struct(Config, table, "")
+    models = {name: _located(model, base) for name, model in config.models.items()}
+    run_dir = None if config.run_dir is None else base / config.run_dir.expanduser()
+    config = msgspec.structs.replace(config, models=models, run_dir=run_dir)
+    _check_ranges(config)
+    return config
+
+
+def _located(model: ModelConfig, base: Path) -> ModelConfig:
+    """A model whose path no longer depends on a directory."""
+    inside = base / os.path.expanduser(model.model)
+    is_path = model.model.startswith((".", "/", "~")) or (model.model != "" and os.path.exists(inside))
+    return msgspec.structs.replace(model, model=os.path.normpath(inside) if is_path else local_path(model.model))
+
+
+def _check_ranges(config: Config) -> None:
+    defaults = config.defaults
+    probe = Generate(
+        model="m",
+        prompt="p",
+        max_tokens=defaults.max_tokens,
+        temperature=defaults.temperature,
+        deadline_s=defaults.deadline_s,
+    )
+    if problem := checks.check_generate(probe):
+        raise ConfigError(f"defaults.{problem.message}")
+    for key, (low, high) in _RESTART_RANGES.items():
+        value = getattr(config.restart, key)
+        if not low <= value <= high:  # false for NaN too
+            raise ConfigError(f"restart.{key} is {value}: it must be {low:g} to {high:g}")
+    for name, model in config.models.items():
+        try:
+            model.load(name)
+        except BadRequest as error:
+            raise ConfigError(f"models.{_key(name)}: {error.message}") from None
+
+
+def _struct(cls: type[_S], table: object, where: str) -> _S:
+    """A struct from a table, key by key, so that every error knows its path."""
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{where} is {table!r}: it must be a table")
+    fields = {field.name: field for field in msgspec.structs.fields(cls)}
+    for key in table:
+        if key not in fields:
+            raise ConfigError(
+                f"unknown key {_path(where, key)}{closest(key, fields)}; allowed are {', '.join(fields)}"
+            )
+    values: dict[str, Any] = {}
+    for name, field in fields.items():
+        path = _path(where, name)
+        if name in table:
+            values[name] = _value(field.type, table[name], path)
+        elif field.required:
+            raise ConfigError(f"{path} is missing")
+    return cls(**values)
+
+
+def _value(kind: Any, value: object, path: str) -> Any:
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return _struct(kind, value, path)
+    if kind == dict[str, ModelConfig]:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{path} is {value!r}: it must hold tables, [models.NAME]")
+        return {name: _struct(ModelConfig, table, _path(path, name)) for name, table in value.items()}
+    if kind == dict[str, str] and isinstance(value, Mapping):
+        return {key: _value(str, item, _path(path, key)) for key, item in value.items()}
+    if kind == Path | None and isinstance(value, str) and value:
+        return Path(value)
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        words = str(error).split(" - at ")[0].replace("`", "")
+        raise ConfigError(f"{path} is {value!r}: {words[:1].lower()}{words[1:]}{_choices(kind)}") from None
+
+
+def _choices(kind: Any) -> str:
+    if getattr(kind, "__origin__", None) is Literal:
+        return f"; allowed are {', '.join(kind.__args__)}"
+    return ""
+
+
+def _path(where: str, key: object) -> str:
+    return f"{where}.{_key(key)}" if where else _key(key)
+
+
+def _key(key: object) -> str:
+    """A key as TOML would write it."""
+    text = str(key)
+    bare = text.isascii() and text.replace("-", "a").replace("_", "a").isalnum()
+    return text if bare else f'"{text}"'
