@@ -4,6 +4,8 @@
 (`bulkhead serve`). Names are imported when first used: importing this package costs nothing.
 """
 
+# pyright: reportMissingImports=false
+# In a checkout the subpackages lie beside this folder; installed, they lie in it.
 from __future__ import annotations
 
 from importlib import import_module

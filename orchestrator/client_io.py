@@ -94,6 +94,7 @@ class Wire:
 
     def close(self) -> None:
         self.socket.disable_monitor()
+        self.monitor.close()
         self.socket.close()
 
 

@@ -119,6 +119,6 @@ class LoopDriver:
         wire, self._wire = self._wire, None
         pumps, self._pumps = self._pumps, []
         if wire is not None:
-            pumps[1].close()
             wire.socket.disable_monitor()
-            pumps[0].close()
+            for pump in pumps:
+                pump.close()

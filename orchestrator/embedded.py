@@ -79,8 +79,12 @@ class Orchestrator:
         wanted = self._wanted_run_dir
         self._run_dir = RunDir.hold(Path(wanted)) if wanted is not None else RunDir.temporary()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
-        self._table = RequestTable(max_requests=limits.max_requests, on_closed=self._request_closed)
-        self._table.on_deadline = lambda request: self._cancel(request, "deadline")
+        self._table = RequestTable(
+            max_requests=limits.max_requests,
+            on_closed=self._request_closed,
+            on_proven=self._request_proven,
+            on_deadline=self._deadline,
+        )
         self._tap = Tap(self._context, self._run_dir.path)
         self._host = Host(
             context=self._context,
@@ -329,7 +333,15 @@ class Orchestrator:
     def _request_closed(self, request: LiveRequest) -> None:
         supervisor = self._supervisors.get(request.model)
         if supervisor is not None:
-            supervisor.request_closed()
+            supervisor.request_closed(request)
+
+    def _request_proven(self, request: LiveRequest) -> None:
+        supervisor = self._supervisors.get(request.model)
+        if supervisor is not None:
+            supervisor.request_proven()
+
+    def _deadline(self, request: LiveRequest) -> None:
+        self._cancel(request, "deadline")
 
     def _tick(self) -> None:
         """The keep-alive clock of all live requests."""

@@ -24,7 +24,8 @@ from .streams import DONE, FAILED, PROGRESS, SNAPSHOT, RequestLog
 KEEP_FINISHED = 256
 KEEP_FINISHED_S = 120.0
 QUARANTINE_S = 300.0
-MAX_RESUMES = 1
+MAX_CHARGE = 1
+"""Deaths of workers that a request may be held to account for and still be resumed."""
 
 _done_decoder = msgspec.msgpack.Decoder(Done)
 
@@ -43,8 +44,14 @@ class LiveRequest:
         """A worker has it."""
         self.started = False
         """A worker has begun to work on it."""
-        self.resumes = 0
+        self.charge = 0
+        """Deaths of workers that this request may have caused."""
+        self.unbegun_deaths = 0
+        """Workers that died with this request in their hands, not begun."""
+        self.proven = False
+        """This worker has already got a token out of it."""
         self.restarts = 0
+        """Workers that the request has survived."""
         self.deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -59,12 +66,21 @@ class LiveRequest:
 class RequestTable:
     """All live requests, and for a while the finished ones, for `Attach`."""
 
-    def __init__(self, *, max_requests: int, on_closed: Callable[[LiveRequest], None]) -> None:
+    def __init__(
+        self,
+        *,
+        max_requests: int,
+        on_closed: Callable[[LiveRequest], None],
+        on_proven: Callable[[LiveRequest], None],
+        on_deadline: Callable[[LiveRequest], None],
+    ) -> None:
         self._live: dict[bytes, LiveRequest] = {}
         self._finished: OrderedDict[bytes, LiveRequest] = OrderedDict()
         self._quarantine: dict[bytes, float] = {}
         self._max_requests = max_requests
         self._on_closed = on_closed
+        self._on_proven = on_proven
+        self._on_deadline = on_deadline
         self.total = 0
         self.resumed = 0
         self.frames_refused = 0
@@ -86,15 +102,8 @@ class RequestTable:
         request.log.accept(codec.encode_body(Accepted()))
         if message.deadline_s is not None:
             loop = asyncio.get_running_loop()
-            request.deadline = loop.call_later(message.deadline_s, self._deadline, request)
+            request.deadline = loop.call_later(message.deadline_s, self._on_deadline, request)
         return request
-
-    on_deadline: Callable[[LiveRequest], None] = staticmethod(lambda _: None)
-    """Set by the owner: how to cancel a request whose deadline is due."""
-
-    def _deadline(self, request: LiveRequest) -> None:
-        if not request.closed:
-            self.on_deadline(request)
 
     def find(self, request_id: bytes) -> LiveRequest | None:
         """A live or lately finished request."""
@@ -121,6 +130,10 @@ class RequestTable:
                 request.log.add_snapshot(body)
             except codec.FrameError as error:
                 self._junk(request, error)
+            if not request.proven:
+                request.proven = True
+                if request.charge:
+                    self._on_proven(request)
         elif kind == PROGRESS:
             request.log.set_progress(body)
         elif kind == DONE:
@@ -147,6 +160,23 @@ class RequestTable:
     def sent(self, request: LiveRequest) -> None:
         """A worker was given the request."""
         request.sent = True
+        request.proven = False
+
+    def charge(self, model: str) -> None:
+        """The worker of a model died: charge those of its requests that may be the cause.
+
+        Those that it had proven are spared while there is another suspect. One that it had not even begun is
+        suspect only when that happens a second time."""
+        here = [r for r in self.of_model(model) if r.sent]
+        begun = [r for r in here if r.started]
+        suspects = [r for r in here if r.charge and not r.proven] or begun
+        for request in here:
+            if request in suspects:
+                request.charge += 1
+            elif not request.started:
+                request.unbegun_deaths += 1
+                if request.unbegun_deaths > 1:
+                    request.charge += 1
 
     def fail(self, request: LiveRequest, code: ErrorCode, message: str) -> None:
         """End a request badly. No-op if it has ended."""
@@ -198,20 +228,17 @@ class RequestTable:
             return False
         if not request.sent:
             return True
-        request.sent = False
-        if not request.started:
+        began, request.sent, request.started = request.started, False, False
+        if crashed and request.charge > MAX_CHARGE:
+            self._quarantine[_prompt_hash(request.message)] = time.monotonic() + QUARANTINE_S
+            self.fail(request, problem, f"{message}. Two workers died on this request; it is not tried again")
+            return False
+        if not began:
             return True
-        request.started = False
         request.restarts += 1
-        if crashed:
-            request.resumes += 1
-            if request.resumes > MAX_RESUMES:
-                self._quarantine[_prompt_hash(request.message)] = time.monotonic() + QUARANTINE_S
-                self.fail(request, problem, f"{message}. Two workers died on this request; it is not tried again")
-                return False
-            if request.message.on_crash == "fail":
-                self.fail(request, problem, message)
-                return False
+        if crashed and request.message.on_crash == "fail":
+            self.fail(request, problem, message)
+            return False
         self.resumed += 1
         self.progress(request, "restarting")
         return True

@@ -172,8 +172,15 @@ class Supervisor:
         else:
             self._host.table.end_here(request, reason)
 
-    def request_closed(self) -> None:
+    def request_proven(self) -> None:
+        """A request that had been with a dead worker got a token out of this one; the next such one may follow."""
+        if self.state is State.READY:
+            self._dispatch()
+
+    def request_closed(self, request: LiveRequest) -> None:
         """A request of this model has ended."""
+        if request.charge and self.state is State.READY:
+            self._dispatch()
         if self.state is State.DRAINING and not self._host.table.of_model(self.name):
             self._post(lifecycle.Idle())
 
@@ -263,9 +270,7 @@ class Supervisor:
             case Effect.SEND_LOAD:
                 self._send(_LOAD, codec.encode_body(msgspec.structs.replace(self.load, env={})))
             case Effect.DISPATCH:
-                for request in self._host.table.of_model(self.name):
-                    if not request.sent:
-                        self._send_request(request)
+                self._dispatch()
             case Effect.SAVE_REQUESTS:
                 self._save_requests()
             case Effect.FAIL_REQUESTS:
@@ -291,6 +296,17 @@ class Supervisor:
             case Effect.TELL_UNLOADED:
                 for waiter in _drain(self._unload_waiters):
                     waiter.set_result(None)
+
+    def _dispatch(self) -> None:
+        """Send what waits. Requests that were with a worker when it died go one at a time, so that if one of them
+        is the cause, the next death names it and spares the others."""
+        requests = self._host.table.of_model(self.name)
+        on_trial = any(r.sent and r.charge and not r.proven for r in requests)
+        for request in requests:
+            if request.sent or (request.charge and on_trial):
+                continue
+            on_trial = on_trial or bool(request.charge)
+            self._send_request(request)
 
     def _problem(self) -> lifecycle.Problem:
         return self._model.problem or lifecycle.Problem(ErrorCode.UNLOADED, "the model was unloaded")
@@ -378,6 +394,8 @@ class Supervisor:
         problem = self._problem()
         crashed = self._model.problem is not None
         before = self._host.table.resumed
+        if crashed:
+            self._host.table.charge(self.name)
         for request in self._host.table.of_model(self.name):
             self._host.table.save(request, problem.code, self._told(request, problem), crashed=crashed)
         self.requests_resumed += self._host.table.resumed - before
@@ -451,7 +469,7 @@ class Supervisor:
         process = self._process
         if process is None or self.state not in (State.READY, State.DRAINING):
             return
-        silent = now - self._pulse.at > 1.0
+        silent = now - self._pulse.at > min(1.0, self.load.stall_budget_s / 2)  # else it is not worth the look
         self._health = health.judge(
             self._pulse,
             budget_s=self.load.stall_budget_s,

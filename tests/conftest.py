@@ -13,6 +13,8 @@ from hypothesis import settings
 
 from tests.support import leaks
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # no test may reach for a model hub, workers included
+
 settings.register_profile("default", deadline=None, print_blob=True)  # two busy cores: no time limits an example
 settings.register_profile("ci", parent=settings.get_profile("default"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "default")

@@ -14,6 +14,10 @@ SUSPECT_AFTER_S = 2.0
 """Heartbeats come two to four times a second."""
 
 
+SILENT_AFTER_S = 10.0
+"""Shortest silence that counts as a stall of an idle worker, however small the budget."""
+
+
 class Health(Enum):
     """What to think of a worker."""
 
@@ -34,7 +38,7 @@ def judge(pulse: Pulse, *, budget_s: float, suspended: bool, forgiven_until: flo
     """Judge a worker.
 
     Args:
-        budget_s: longest time without a step while busy; also the longest silence.
+        budget_s: longest time without a step while busy; also, but for a minimum, the longest silence.
         suspended: the process is stopped by a signal; it cannot be judged.
         forgiven_until: after our own process slept (host sleep, SIGSTOP), nobody is judged until then.
     """
@@ -44,7 +48,7 @@ def judge(pulse: Pulse, *, budget_s: float, suspended: bool, forgiven_until: flo
         return Health.FINE
     silence = now - pulse.at
     stuck = (pulse.busy_since_s or 0.0) + (silence if pulse.busy_since_s is not None else 0.0)
-    if stuck > budget_s or silence > budget_s:
+    if stuck > budget_s or silence > max(budget_s, SILENT_AFTER_S):
         return Health.STALLED
     if silence > SUSPECT_AFTER_S:
         return Health.SUSPECT

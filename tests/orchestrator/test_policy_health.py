@@ -24,6 +24,11 @@ def test_judge(pulse: Pulse, now: float, suspended: bool, forgiven: float, expec
     assert verdict is expected
 
 
+def test_an_idle_worker_is_not_judged_by_a_budget_shorter_than_its_heartbeats() -> None:
+    verdict = judge(Pulse(100.0, None), budget_s=0.1, suspended=False, forgiven_until=0.0, now=101.0)
+    assert verdict is Health.FINE
+
+
 def test_a_late_tick_of_our_own_means_that_we_slept() -> None:
     assert not slept(100.0, 0.25, 100.9)
     assert slept(100.0, 0.25, 130.0)

@@ -53,7 +53,11 @@ DEAD = lc.Exited(-9, "", 0.5)
         ((*UP[:3], lc.Unwanted()), State.STOPPING, {Effect.KILL}),
         ((*UP, lc.RestartAsked()), State.STOPPING, {Effect.ASK_TO_END}),
         ((*UP, lc.RestartAsked(), lc.Exited(0, "", 0.5)), State.SPAWNING, {Effect.SPAWN, Effect.SAVE_REQUESTS}),
-        ((*UP, lc.Unwanted(), lc.Wanted(), lc.Exited(0, "", 0.5)), State.SPAWNING, {Effect.TELL_UNLOADED, Effect.SPAWN}),
+        (
+            (*UP, lc.Unwanted(), lc.Wanted(), lc.Exited(0, "", 0.5)),
+            State.SPAWNING,
+            {Effect.TELL_UNLOADED, Effect.SPAWN},
+        ),
     ],
 )
 def test_edges(events: tuple[lc.Event, ...], state: State, effects: set[Effect]) -> None:

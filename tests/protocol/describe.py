@@ -6,9 +6,8 @@ import json
 from typing import Any
 
 import msgspec
-from msgspec import inspect
-
 from mlx_bulkhead.protocol import codec, values
+from msgspec import inspect
 
 _ORDER = ("text", "int", "float", "bool", "bytes", "list", "map", "one of", "any", "null")
 

@@ -71,6 +71,9 @@ _STATUS = v.ModelStatus(
     requests_total=10,
     requests_resumed=2,
     stats_age_s=0.25,
+    problem="two crashes in a row",
+    health="suspect",
+    log_tail=["first line", "last line"],
 )
 _USAGE = v.Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=20)
 _TIMINGS = v.Timings(

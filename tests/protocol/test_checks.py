@@ -230,9 +230,7 @@ def test_the_orchestrator_may_resume() -> None:
     assert check_generate(request, resumed=True) is None
 
 
-@pytest.mark.parametrize(
-    "name", ["a", "x" * 200, "x" * 256, "org/model-1.5:4bit", "模型", "two words", "é🐈"]
-)
+@pytest.mark.parametrize("name", ["a", "x" * 200, "x" * 256, "org/model-1.5:4bit", "模型", "two words", "é🐈"])
 def test_good_names(name: str) -> None:
     assert check_name(name) is None
 

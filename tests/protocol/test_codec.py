@@ -153,9 +153,7 @@ def test_the_frame_limit_holds_at_both_ends() -> None:
     assert codec.decode_body(0x02, REQUEST_ID, body) == fitting
     with pytest.raises(codec.FrameTooLarge, match=f"{whole + 1} bytes; the limit of a frame is {whole}"):
         codec.encode_body(Generate(model="tiny", prompt="x" * (whole - empty + 1)))
-    with pytest.raises(
-        codec.FrameTooLarge, match=f"{whole + 1} bytes is over the limit of {whole}"
-    ) as caught:
+    with pytest.raises(codec.FrameTooLarge, match=f"{whole + 1} bytes is over the limit of {whole}") as caught:
         codec.decode([b"\x02" + REQUEST_ID, bytes(whole + 1)])
     assert caught.value.request_id == REQUEST_ID
     assert caught.value.code is ErrorCode.TOO_LARGE

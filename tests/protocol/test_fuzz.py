@@ -68,9 +68,7 @@ def test_a_body_under_another_kinds_head(one: codec.Message, other: codec.Messag
 @given(messages, st.binary(min_size=1, max_size=20))
 def test_trailing_bytes_are_refused(message: codec.Message, tail: bytes) -> None:
     with pytest.raises(codec.FrameError):
-        codec.decode(
-            [codec.head_of(codec.kind_of(type(message)), REQUEST_ID), codec.encode_body(message) + tail]
-        )
+        codec.decode([codec.head_of(codec.kind_of(type(message)), REQUEST_ID), codec.encode_body(message) + tail])
 
 
 _ARGS = b"\x82\xa5model\xa1x\xadtemplate_args"

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
 from mlx_bulkhead.protocol import codec
 
+from .describe import described
 from .make_golden import PATH, golden
 from .samples import FULL, MINIMAL, NAMED, REQUEST_ID
 
@@ -81,6 +84,24 @@ def test_samples_cover_each_kind_once(samples: tuple[codec.Message, ...]) -> Non
 def test_full_samples_set_every_field(message: codec.Message) -> None:
     sent = msgspec.to_builtins(message, builtin_types=(bytes,))
     assert sorted(sent) == sorted(["type", *type(message).__struct_fields__])
+
+
+def structs_in(value: Any) -> Iterator[msgspec.Struct]:
+    """A value and all Structs within it."""
+    if isinstance(value, msgspec.Struct):
+        yield value
+        for name in value.__struct_fields__:
+            yield from structs_in(getattr(value, name))
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from structs_in(one)
+
+
+def test_full_samples_set_every_field_of_every_nested_value() -> None:
+    missing = {cls: set(cls.__struct_fields__) for cls in described().values()}
+    for struct in structs_in(FULL):
+        missing[type(struct)] -= set(msgspec.to_builtins(struct, builtin_types=(bytes,)))
+    assert not {cls.__name__: fields for cls, fields in missing.items() if fields}
 
 
 def test_kinds_are_those_of_version_1() -> None:

@@ -89,7 +89,7 @@ class WorkerHarness:
         prelude: str = "",
         env: Mapping[str, str] | None = None,
         script: Path | None = None,
-        pipe_log: bool = False,
+        receive_limit: int | None = None,
     ) -> None:
         """Start the child.
 
@@ -97,7 +97,7 @@ class WorkerHarness:
             run_dir: an existing directory with a short path.
             prelude: Python code that runs in the child before the worker's `main`, to plant a fault.
             script: runs instead of `mlx_bulkhead.worker`, with the same command line.
-            pipe_log: give the child a pipe for its log instead of a file, and never read it.
+            receive_limit: frames and, roughly, kilobytes that may wait at our end, to be a slow reader.
         """
         self.incarnation = secrets.token_hex(8)
         self.run_dir = run_dir
@@ -109,6 +109,9 @@ class WorkerHarness:
         self._context = zmq.Context()
         self.socket = self._context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 0)
+        if receive_limit is not None:
+            self.socket.setsockopt(zmq.RCVHWM, receive_limit)
+            self.socket.setsockopt(zmq.RCVBUF, 1024 * receive_limit)
         self.endpoint = f"ipc://{run_dir}/w-{self.incarnation[:6]}"
         self.socket.bind(self.endpoint)
         lifeline_in, self._lifeline = os.pipe()
@@ -131,7 +134,7 @@ class WorkerHarness:
             self.process = subprocess.Popen(
                 [sys.executable, *program, *(part for pair in arguments.items() for part in pair)],
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if pipe_log else log,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 pass_fds=(lifeline_in,),
                 start_new_session=True,
@@ -151,8 +154,6 @@ class WorkerHarness:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait(5)
-        if self.process.stdout is not None:
-            self.process.stdout.close()
         self.drop_lifeline()
         self.socket.close(0)
         self._context.term()
@@ -202,6 +203,18 @@ class WorkerHarness:
             self._replies[frame.request_id].append(frame.message)
         else:
             self.control.append(frame)
+
+    def drop_incoming(self) -> None:
+        """Read what is there and forget it."""
+        while self.socket.poll(0):
+            self.socket.recv_multipart()
+
+    def wait_for_log(self, words: str, count: int = 1, timeout: float = TIMEOUT_S) -> None:
+        """Wait, without reading frames, until the log has these words that often."""
+        deadline = time.monotonic() + timeout
+        while self.log_path.read_text(errors="replace").count(words) < count:
+            assert time.monotonic() < deadline, f"{words!r} is not in the log\n{self.log()}"
+            time.sleep(0.01)  # nothing signals a line in a file
 
     def until(self, condition: Callable[[], bool], timeout: float = TIMEOUT_S, what: str = "") -> None:
         """Read frames until the condition holds. AssertionError with the worker's log otherwise."""
@@ -261,6 +274,12 @@ class WorkerHarness:
         """The outcome so far, when it has that many tokens."""
         outcome = self.requests[request_id]
         self.until(lambda: len(outcome.tokens) >= count, timeout, f"token {count}")
+        return outcome
+
+    def first_tokens_or_end(self, request_id: bytes, timeout: float = TIMEOUT_S) -> Outcome:
+        """The outcome so far, when it has a token or is over."""
+        outcome = self.requests[request_id]
+        self.until(lambda: bool(outcome.tokens) or outcome.is_over, timeout, "a token or the end")
         return outcome
 
     def stats(self, timeout: float = TIMEOUT_S) -> WorkerStats:

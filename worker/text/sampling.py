@@ -150,7 +150,7 @@ class Repetition:
     """
 
     def __init__(self, penalty: float, window: int, context: Sequence[int]) -> None:
-        self._penalty = penalty
+        self._penalty = mx.array(penalty, dtype=mx.float32)
         recent = list(context[-window:])
         # A fixed shape from the start. The oldest token fills it: it leaves only after its copies.
         self._recent = mx.array([recent[0]] * (window - len(recent)) + recent, dtype=mx.int32)
@@ -161,9 +161,14 @@ class Repetition:
             self._first = False
         else:
             self._recent = mx.concatenate([self._recent[1:], tokens[-1:].astype(mx.int32)])
-        chosen = logits[:, self._recent]
-        penalised = mx.where(chosen < 0, chosen * self._penalty, chosen / self._penalty)
-        return mx.put_along_axis(logits, self._recent[None], penalised.astype(logits.dtype), axis=-1)
+        return _penalise(logits, self._recent, self._penalty)
+
+
+@mx.compile
+def _penalise(logits: mx.array, recent: mx.array, penalty: mx.array) -> mx.array:
+    chosen = logits[:, recent]
+    changed = mx.where(chosen < 0, chosen * penalty, chosen / penalty).astype(logits.dtype)
+    return mx.put_along_axis(logits, recent[None], changed, axis=-1)
 
 
 class Occurrence:
@@ -178,17 +183,20 @@ class Occurrence:
             self._counts = self._counts.at[mx.array(list(emitted), dtype=mx.int32)].add(1.0)
         self._presence = mx.array(presence, dtype=mx.float32)
         self._frequency = mx.array(frequency, dtype=mx.float32)
+        self._nothing = mx.array([], dtype=mx.int32)
         self._first = True
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._first:
-            self._first = False
-        else:
-            self._counts = self._counts.at[tokens[-1:]].add(1.0)
-        return _subtract(logits, self._counts, self._presence, self._frequency)
+        newest = self._nothing if self._first else tokens[-1:]
+        self._first = False
+        logits, self._counts = _subtract(logits, self._counts, newest, self._presence, self._frequency)
+        return logits
 
 
 @mx.compile
-def _subtract(logits: mx.array, counts: mx.array, presence: mx.array, frequency: mx.array) -> mx.array:
+def _subtract(
+    logits: mx.array, counts: mx.array, newest: mx.array, presence: mx.array, frequency: mx.array
+) -> tuple[mx.array, mx.array]:
+    counts = counts.at[newest].add(1.0)
     penalty = frequency * counts + mx.where(counts > 0, presence, 0.0)
-    return logits - penalty.astype(logits.dtype)
+    return logits - penalty.astype(logits.dtype), counts

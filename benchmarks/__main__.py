@@ -1,0 +1,40 @@
+"""`python -m benchmarks`: measures, prints the table, and writes it into the page when asked to."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import report
+from .bench import open_bench
+from .figures import FIGURES
+from .machine import describe
+from .measure import Figure
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("--rounds", type=int, help="rounds of each figure (default 7, quick 2)")
+    parser.add_argument("--quick", action="store_true", help="short runs: to try it out, not to quote")
+    parser.add_argument("--only", action="append", choices=list(FIGURES), help="only this figure; repeatable")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="also put the table into this page")
+    options = parser.parse_args()
+    rounds = options.rounds or (2 if options.quick else 7)
+    found: list[Figure] = []
+    with open_bench(rounds, quick=options.quick) as bench:
+        about = describe(bench.library.pid)
+        for name in options.only or FIGURES:
+            print(f"{name} …", file=sys.stderr, flush=True)
+            found += FIGURES[name](bench)
+            print(report.table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
+    text = report.block(found, about, rounds)
+    print(text)
+    if options.write is not None:
+        report.write(options.write, text)
+    if foreign := [name for name in ("mlx", "mlx_lm", "numpy") if name in sys.modules]:
+        raise SystemExit(f"the measuring process has imported {', '.join(foreign)}: it shall not")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""The figures, a file each: a function that measures and gives the lines of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..bench import Bench
+from ..measure import Figure
+from .cancel import in_decode, in_prefill
+from .first_token import first_token
+from .footprint import footprint
+from .newcomer import newcomer
+from .probe import probe
+from .single import single
+from .together import eight, sixteen
+from .wire import wire
+
+FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
+    "single": single,
+    "eight": eight,
+    "sixteen": sixteen,
+    "first-token": first_token,
+    "probe": probe,
+    "cancel-decode": in_decode,
+    "cancel-prefill": in_prefill,
+    "newcomer": newcomer,
+    "footprint": footprint,
+    "wire": wire,
+}

@@ -1,0 +1,54 @@
+"""Says on what a table was measured: machine, versions, and the BLAS that the processes really loaded."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+
+
+def describe(pid: int) -> list[str]:
+    """Lines about this machine. `pid`: a process that runs MLX."""
+    versions = ", ".join(f"{name} {_version(name)}" for name in ("mlx", "mlx-lm", "pyzmq", "msgspec"))
+    return [
+        f"{_cpu()}, {os.cpu_count()} cores, {psutil.virtual_memory().total / 1e9:.0f} GB, "
+        f"{platform.system()} {platform.release()}",
+        f"Python {platform.python_version()}, mlx-bulkhead {_version('mlx-bulkhead')}, {versions}",
+        f"BLAS: {blas(pid)}",
+    ]
+
+
+def blas(pid: int) -> str:
+    """The linear algebra library that a process has mapped."""
+    if platform.system() == "Darwin":
+        return "Accelerate"
+    names = {name for name in mapped(pid) if "blas" in name}
+    return ", ".join(sorted(names)) or "none found"
+
+
+def mapped(pid: int) -> set[str]:
+    """Base names of all files that a process has mapped; empty where the system does not tell."""
+    maps = Path(f"/proc/{pid}/maps")
+    if not maps.exists():
+        return set()
+    lines = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
+    return {os.path.basename(parts[5]).lower() for parts in lines if len(parts) == 6 and "/" in parts[5]}
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text().splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()} ({platform.machine()})"
+    return platform.processor() or platform.machine()
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"

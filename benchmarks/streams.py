@@ -1,0 +1,88 @@
+"""Watches streams of the blocking client from outside, with the clock of whoever reads them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+
+from mlx_bulkhead import Client
+
+from .library import Batched, Streamed
+
+MODEL = "tiny"
+
+
+def now() -> float:
+    return time.perf_counter()
+
+
+def stream(client: Client, prompt: str | list[int], max_tokens: int) -> Streamed:
+    """One request, read to its end."""
+    began = first = last = now()
+    tokens: list[int] = []
+    early = 0
+    for snap in client.generate(MODEL, max_tokens=max_tokens, temperature=0.0, **_input(prompt)):
+        last = now()
+        if not tokens:
+            first, early = last, len(snap.tokens)
+        tokens += snap.tokens
+    rate = (len(tokens) - early) / (last - first) if last > first else 0.0
+    return Streamed(tokens, first - began, rate)
+
+
+def batch(client: Client, prompts: Sequence[str], max_tokens: int) -> Batched:
+    """Several requests at once, each with a thread that reads it."""
+    began = now()
+    readers = [Reader(client, prompt, max_tokens) for prompt in prompts]
+    for reader in readers:
+        reader.join()
+    last = max(reader.times[-1] for reader in readers)
+    first = max(reader.times[0] for reader in readers)
+    return Batched([reader.tokens for reader in readers], last - began, first - began)
+
+
+class Reader:
+    """A thread that reads a stream and notes when its snaps come."""
+
+    def __init__(self, client: Client, prompt: str | list[int], max_tokens: int) -> None:
+        self.tokens: list[int] = []
+        self.times: list[float] = []
+        self._has_text = threading.Event()
+        self._stream = client.generate(MODEL, max_tokens=max_tokens, temperature=0.0, **_input(prompt))
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+
+    def wait_text(self) -> None:
+        """Until the first token is here."""
+        self._has_text.wait()
+
+    def cancel(self) -> None:
+        self._stream.cancel()
+
+    def join(self) -> None:
+        """Until the end. Raises what the stream raised."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def gaps(self, start: float, end: float) -> list[float]:
+        """Times between neighbouring snaps of which any part lies between `start` and `end`."""
+        pairs = zip(self.times, self.times[1:], strict=False)
+        return [b - a for a, b in pairs if b >= start and a <= end]
+
+    def _read(self) -> None:
+        try:
+            for snap in self._stream:
+                self.times.append(now())
+                self.tokens += snap.tokens
+                self._has_text.set()
+        except Exception as error:
+            self._error = error
+        finally:
+            self._has_text.set()
+
+
+def _input(prompt: str | list[int]) -> dict:
+    return {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}

@@ -1,0 +1,1 @@
+"""The whole: clients, daemon, workers and tiny models."""
