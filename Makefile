@@ -16,8 +16,8 @@ export PYTHON VENV
 
 # A constraints file of the machine may pin what this project needs newer: the second try leaves it out.
 define pip-install
-$(BIN)/python -m pip install -qq --disable-pip-version-check $(1) || \
-	PIP_CONSTRAINT=/dev/null $(BIN)/python -m pip install -qq --disable-pip-version-check $(1)
+$(BIN)/python -m pip install -qq --disable-pip-version-check $(1) || { \
+	echo 'trying once more, without a constraints file'; PIP_CONSTRAINT=/dev/null $(BIN)/python -m pip install -qq --disable-pip-version-check $(1); }
 endef
 
 .PHONY: help setup test lint format demo-model demo bench chaos soak clean

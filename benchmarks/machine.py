@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+_OTHERS = ("numpy.libs", "scipy.libs", "opencv_python.libs")
+
 
 def describe(pid: int) -> list[str]:
     """Lines about this machine. `pid`: a process that runs MLX."""
@@ -22,20 +24,20 @@ def describe(pid: int) -> list[str]:
 
 
 def blas(pid: int) -> str:
-    """The linear algebra library that a process has mapped."""
+    """The linear algebra library that MLX has loaded in a process. Those that other packages bring are left out."""
     if platform.system() == "Darwin":
         return "Accelerate"
-    names = {name for name in mapped(pid) if "blas" in name}
-    return ", ".join(sorted(names)) or "none found"
+    found = {path.name for path in mapped(pid) if "blas" in path.name and path.parent.name not in _OTHERS}
+    return ", ".join(sorted(found)) or "none found"
 
 
-def mapped(pid: int) -> set[str]:
-    """Base names of all files that a process has mapped; empty where the system does not tell."""
+def mapped(pid: int) -> set[Path]:
+    """All files that a process has mapped; empty where the system does not tell."""
     maps = Path(f"/proc/{pid}/maps")
     if not maps.exists():
         return set()
     lines = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
-    return {os.path.basename(parts[5]).lower() for parts in lines if len(parts) == 6 and "/" in parts[5]}
+    return {Path(parts[5]) for parts in lines if len(parts) == 6 and "/" in parts[5]}
 
 
 def _cpu() -> str:

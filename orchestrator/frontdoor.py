@@ -101,7 +101,7 @@ class FrontDoor:
         for task in self._tasks:
             task.cancel()
         goodbye = codec.encode(Exiting(reason="the daemon ends"))
-        for client in self._clients.values():
+        for client in list(self._clients.values()):
             self._try_send(client, goodbye)
         self._pump.close()
         self._path.unlink(missing_ok=True)

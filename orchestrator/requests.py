@@ -46,8 +46,8 @@ class LiveRequest:
         """A worker has begun to work on it."""
         self.charge = 0
         """Deaths of workers that this request may have caused."""
-        self.unbegun_deaths = 0
-        """Workers that died with this request in their hands, not begun."""
+        self.suspect = False
+        """It was with a worker that died."""
         self.proven = False
         """This worker has already got a token out of it."""
         self.restarts = 0
@@ -57,6 +57,11 @@ class LiveRequest:
     @property
     def model(self) -> str:
         return self.message.model
+
+    @property
+    def on_trial(self) -> bool:
+        """A suspect that the present worker has not proven yet."""
+        return self.sent and self.suspect and not self.proven
 
     @property
     def closed(self) -> bool:
@@ -132,7 +137,7 @@ class RequestTable:
                 self._junk(request, error)
             if not request.proven:
                 request.proven = True
-                if request.charge:
+                if request.suspect:
                     self._on_proven(request)
         elif kind == PROGRESS:
             request.log.set_progress(body)
@@ -165,18 +170,14 @@ class RequestTable:
     def charge(self, model: str) -> None:
         """The worker of a model died: charge those of its requests that may be the cause.
 
-        Those that it had proven are spared while there is another suspect. One that it had not even begun is
-        suspect only when that happens a second time."""
+        If one was on trial it is the cause. Else all that had begun may be, and all that were there are suspects,
+        to be tried one at a time."""
         here = [r for r in self.of_model(model) if r.sent]
-        begun = [r for r in here if r.started]
-        suspects = [r for r in here if r.charge and not r.proven] or begun
+        tried = [r for r in here if r.on_trial]
+        for request in tried or [r for r in here if r.started]:
+            request.charge += 1
         for request in here:
-            if request in suspects:
-                request.charge += 1
-            elif not request.started:
-                request.unbegun_deaths += 1
-                if request.unbegun_deaths > 1:
-                    request.charge += 1
+            request.suspect = True
 
     def fail(self, request: LiveRequest, code: ErrorCode, message: str) -> None:
         """End a request badly. No-op if it has ended."""

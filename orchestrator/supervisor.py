@@ -160,7 +160,7 @@ class Supervisor:
         """Take a request: send it now if the worker is READY, else it waits for the load that this starts."""
         self.requests_total += 1
         if self.state is State.READY:
-            self._send_request(request)
+            self._dispatch()
         else:
             self._host.table.progress(request, self.phase_of_waiting())
             self._post(lifecycle.Wanted(explicit=False))
@@ -179,7 +179,7 @@ class Supervisor:
 
     def request_closed(self, request: LiveRequest) -> None:
         """A request of this model has ended."""
-        if request.charge and self.state is State.READY:
+        if request.suspect and self.state is State.READY:
             self._dispatch()
         if self.state is State.DRAINING and not self._host.table.of_model(self.name):
             self._post(lifecycle.Idle())
@@ -298,15 +298,16 @@ class Supervisor:
                     waiter.set_result(None)
 
     def _dispatch(self) -> None:
-        """Send what waits. Requests that were with a worker when it died go one at a time, so that if one of them
-        is the cause, the next death names it and spares the others."""
+        """Send what waits. Requests that were with a worker when it died are on trial, one at a time and first,
+        until they get a token: so the next death has one cause, and the others are spared."""
         requests = self._host.table.of_model(self.name)
-        on_trial = any(r.sent and r.charge and not r.proven for r in requests)
+        if any(r.on_trial for r in requests):
+            return
         for request in requests:
-            if request.sent or (request.charge and on_trial):
-                continue
-            on_trial = on_trial or bool(request.charge)
-            self._send_request(request)
+            if not request.sent:
+                self._send_request(request)
+                if request.on_trial:
+                    return
 
     def _problem(self) -> lifecycle.Problem:
         return self._model.problem or lifecycle.Problem(ErrorCode.UNLOADED, "the model was unloaded")

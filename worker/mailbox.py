@@ -118,6 +118,11 @@ class Mailbox:
         if readable:
             os.read(self._wake_in, 4096)
 
+    def close(self) -> None:
+        """Give back the pipe. A process that ends needs not."""
+        os.close(self._wake_in)
+        os.close(self._wake_out)
+
     def next_outgoing(self) -> Outgoing | None:
         """The oldest message, taken out."""
         return self._outgoing.popleft() if self._outgoing else None

@@ -56,7 +56,7 @@ def in_prefill(bench: Bench) -> list[Figure]:
     ended: list[float] = []
     freed: list[float] = []
     chunks: list[float] = []
-    for number in range(bench.rounds):
+    for _ in range(bench.rounds):
         chunks += _chunks(bench, token_prompt(bench.seed(), 4096))
         idle = _idle(bench)
         for number in range(2 * samples):

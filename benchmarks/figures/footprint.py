@@ -52,5 +52,7 @@ def footprint(bench: Bench) -> list[Figure]:
 def _heavy(pid: int) -> list[str]:
     """Modules that importing the daemon brings in, and native libraries that the running one has mapped."""
     imported = subprocess.run([sys.executable, "-P", "-c", _LIST_IMPORTS], check=True, capture_output=True, text=True)
-    native = {name for name in machine.mapped(pid) for heavy in HEAVY if name.startswith((heavy, f"lib{heavy}"))}
+    native = {
+        path.name for path in machine.mapped(pid) for heavy in HEAVY if path.name.startswith((heavy, f"lib{heavy}"))
+    }
     return sorted({*imported.stdout.split(), *native})

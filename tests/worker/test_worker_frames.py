@@ -131,9 +131,9 @@ def test_a_reader_that_does_not_read_gets_it_merged(short_tmp: Path, tiny_model:
     slow += "import mlx_bulkhead.worker.emitter as e; e.SNAPSHOT_PAUSE_S = 0.0\n"
     with WorkerHarness(short_tmp, prelude=slow, receive_limit=1) as worker:
         worker.load(tiny_model)
-        whole = worker.run(prompt="tell me all", max_tokens=1500)
-        request_id = worker.generate(prompt="tell me all", max_tokens=1500)
-        worker.wait_for_log("generated 1500", 2)
+        whole = worker.run(prompt="tell me all", max_tokens=500)
+        request_id = worker.generate(prompt="tell me all", max_tokens=500)
+        worker.wait_for_log("generated 500", 2)
         outcome = worker.result(request_id)
         assert outcome.text == whole.text
         assert outcome.tokens == whole.tokens

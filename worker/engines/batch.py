@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prompt_cache
 
 from ..memory.caps import Caps
 from ..text.sampling import greedy
@@ -34,11 +34,16 @@ def _mergeable(cache: Any) -> bool:
     return hasattr(cache, "merge")
 
 
+def can_part(model: Any) -> bool:
+    """Whether a row can leave a batch with its cache one token short: windows and states cannot go back."""
+    return all(type(layer) is KVCache for layer in make_prompt_cache(model))
+
+
 class Batch:
     """Holds the generator and the rows in it, by the generator's own ids."""
 
     def __init__(self, facts: Facts, max_running: int, caps: Caps) -> None:
-        self._generator = BatchGenerator(
+        self._generator: Any = BatchGenerator(
             facts.model,
             stop_tokens=[[token] for token in sorted(facts.eos)],
             sampler=greedy,
@@ -65,7 +70,7 @@ class Batch:
         uids = self._generator.insert(
             [live.ids[live.cached :] for live in lives],
             max_tokens=[live.left for live in lives],
-            caches=[live.cache for live in lives],  # pyright: ignore[reportArgumentType]
+            caches=[live.cache for live in lives],
             all_tokens=[live.ids[: live.cached] for live in lives],
             samplers=[live.chooser.sampler for live in lives],
             logits_processors=[live.chooser.processors for live in lives],
@@ -79,9 +84,35 @@ class Batch:
 
     def remove(self, live: Live) -> None:
         """Drop a row in any phase."""
-        uid = next(uid for uid, other in self._rows.items() if other is live)
+        uid = self._uid(live)
         self._generator.remove([uid])
         self._forget(uid)
+
+    @property
+    def lone(self) -> Live | None:
+        """The only row, if it is one and decodes."""
+        if len(self._rows) != 1 or self._prefilling:
+            return None
+        return next(iter(self._rows.values()))
+
+    def part(self, live: Live) -> None:
+        """Let a decoding row go, with a cache over all of its tokens but the last.
+
+        The token after it is being computed already; that is discarded, so the row's chooser starts anew.
+        """
+        uid = self._uid(live)
+        cache, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
+        live.cache, live.cached = cache, len(tokens) - trim_prompt_cache(cache, 1)
+        live.rechoose()
+        self._forget(uid)
+
+    def surrender(self) -> list[Live]:
+        """All rows, without caches, in the order in which they came. The batch is closed."""
+        lives = list(self._rows.values())
+        self.close()
+        for live in lives:
+            live.restart()
+        return lives
 
     def step(self) -> list[StepOut]:
         """A decode step of all rows that are so far, and a prefill chunk of those that are not."""
@@ -114,8 +145,8 @@ class Batch:
 
     def close(self) -> None:
         """Release the rows and what the generator holds."""
-        self._generator.remove(list(self._rows))
         self._generator.close()
+        self._generator = None
         self._rows.clear()
 
     def _progress(self, prompt: Any, outs: list[StepOut]) -> int:
@@ -131,6 +162,9 @@ class Batch:
             self._fresh.discard(prompt.uid)
             return 0
         return live.cached - before
+
+    def _uid(self, live: Live) -> int:
+        return next(uid for uid, other in self._rows.items() if other is live)
 
     def _forget(self, uid: int) -> None:
         del self._rows[uid]

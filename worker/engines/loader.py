@@ -55,6 +55,7 @@ def open_engine(load: Load, report: Report) -> Engine:
 def _open(load: Load, path: Path, report: Report, began: float, import_seconds: float) -> Engine:
     from ..memory.caps import apply_caps, measure
     from ..text.templates import describe
+    from .batch import can_batch
     from .live import Facts
     from .text import TextEngine
 
@@ -84,7 +85,8 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         memory_after=measure(),
         limits=Limits(
             context_tokens=_context_limit(load.context_limit, config),
-            max_running=load.max_running,
+            # A model whose caches cannot be merged serves one row at a time, and says so.
+            max_running=1 if load.deterministic or not can_batch(model) else load.max_running,
             max_queued=load.max_queued,
             memory_bytes=caps.memory,
             wired_bytes=caps.wired,
@@ -94,7 +96,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         template=describe(tokenizer, load.chat_template is not None),
         versions=_versions(),
     )
-    return TextEngine(info, facts, tokenizer, caps, deterministic=load.deterministic)
+    return TextEngine(info, facts, tokenizer, caps)
 
 
 def _import_library(path: Path) -> None:

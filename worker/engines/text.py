@@ -16,8 +16,8 @@ import mlx.core as mx
 from ...protocol.commands import Generate
 from ...protocol.values import Memory, WorkerInfo
 from ..memory.caps import Caps, measure
-from .base import Prepared, PrefillOut, Row, StepOut, TokenOut
-from .batch import Batch, can_batch
+from .base import Prepared, Row, StepOut, TokenOut
+from .batch import Batch, can_part
 from .live import Facts, Live
 from .prepare import Preparer
 from .schedule import chunk_size, smooth
@@ -27,13 +27,18 @@ _log = logging.getLogger(__name__)
 _REMEMBERED = 1024
 """Rows of which it is remembered where they were."""
 
+_STEPS_ALONE = 8
+_TOKENS_WORTH_IT = 64
+"""A row that was left alone in the batch for so many steps, with so many tokens to go, moves back to solo."""
+
+_BATCH_FAULTS = (ValueError, TypeError, AttributeError, LookupError, NotImplementedError)
+"""What a model that does not fit into a batch raises. Memory and device faults are others."""
+
 
 class TextEngine:
     """Implements `base.Engine`."""
 
-    def __init__(
-        self, info: WorkerInfo, facts: Facts, tokenizer: Any, caps: Caps, *, deterministic: bool = False
-    ) -> None:
+    def __init__(self, info: WorkerInfo, facts: Facts, tokenizer: Any, caps: Caps) -> None:
         self.info = info
         self._facts = facts
         self._caps = caps
@@ -42,8 +47,10 @@ class TextEngine:
         self._waiting: deque[Live] = deque()
         self._solo = Solo()
         self._batch: Batch | None = None
-        if not deterministic and info.limits.max_running > 1 and can_batch(facts.model):
+        if info.limits.max_running > 1:
             self._batch = Batch(facts, info.limits.max_running, caps)
+        self._may_part = can_part(facts.model)
+        self._alone = 0
         self._served: OrderedDict[bytes, str] = OrderedDict()
         self._token_seconds: float | None = None
 
@@ -71,9 +78,9 @@ class TextEngine:
     def step(self) -> list[StepOut]:
         outs = self._place()
         if self._batch is not None and len(self._batch):
-            outs += self._batch.step()
+            outs += self._step_batch(self._batch)
         elif self._solo.prefilling:
-            outs.append(self._prefill())
+            outs += self._prefill()
         elif self._solo.live is not None:
             outs.append(self._solo.decode())
         for out in outs:
@@ -133,17 +140,37 @@ class TextEngine:
         batch.insert(moving)
         return outs
 
-    def _prefill(self) -> PrefillOut:
+    def _prefill(self) -> list[StepOut]:
         live = self._solo.live
         assert live is not None
         chunk = chunk_size(self._token_seconds, prompts=1, decoding=False, decode_seconds=0.0)
         before = live.cached
         began = time.perf_counter()
         out = self._solo.prefill(chunk)
-        if live.cached > before:
+        if live.cached - before > 1:
             per_token = (time.perf_counter() - began) / (live.cached - before)
             self._token_seconds = smooth(self._token_seconds, per_token)
-        return out
+        # A row that was here before has told its progress already.
+        return [out] if live.prefilling else []
+
+    def _step_batch(self, batch: Batch) -> list[StepOut]:
+        try:
+            outs = batch.step()
+        except _BATCH_FAULTS:
+            _log.exception("this model cannot be batched; its requests are served one after the other from now on")
+            self._batch = None
+            for live in reversed(batch.surrender()):
+                self._note(live, "text")
+                self._waiting.appendleft(live)
+            return self.step()
+        live = batch.lone if self._may_part else None
+        self._alone = self._alone + 1 if live is not None else 0
+        if live is not None and self._alone >= _STEPS_ALONE and live.left >= _TOKENS_WORTH_IT:
+            self._alone = 0
+            batch.part(live)
+            self._note(live, "text")
+            self._solo.start(live)
+        return outs
 
     def _note(self, live: Live, engine: str) -> None:
         self._served[live.row.request_id] = engine
