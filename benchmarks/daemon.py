@@ -22,7 +22,7 @@ class Daemon:
         self.run_dir = run_dir
         began = time.perf_counter()
         self._process = subprocess.Popen(
-            [*COMMAND, "serve", "--run-dir", str(run_dir)], stdout=subprocess.DEVNULL
+            [*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.DEVNULL
         )
         self.client = self._connect(began + READY_WITHIN_S)
         self.ready_s = time.perf_counter() - began

@@ -10,7 +10,7 @@ _WORDS = (
 ).split()
 
 
-def text_prompt(seed: int, words: int = 24) -> str:
+def text_prompt(seed: int, words: int = 8) -> str:
     """A short prompt of words."""
     choose = random.Random(seed)
     return f"{seed}: " + " ".join(choose.choice(_WORDS) for _ in range(words)) + "?"

@@ -20,7 +20,7 @@ OnProgress = Callable[[LoadProgress], None]
 
 def remedy(run_dir: Path) -> str:
     """The end of a `Disconnected` message: where the daemon was looked for, and how to start it."""
-    return f"run directory {run_dir}; start a daemon with: bulkhead serve --run-dir {run_dir}"
+    return f"start a daemon with: bulkhead serve --run-dir {run_dir}"
 
 
 class StreamReader:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import zmq
@@ -57,8 +57,8 @@ def is_drop(event: list[bytes]) -> bool:
 class Wire:
     """One socket to the daemon, with its connection's end reported and an outbox for what it cannot take yet."""
 
-    def __init__(self, context: Context, path: Path) -> None:
-        self.socket = open_socket(context, zmq.DEALER)
+    def __init__(self, context: Context, path: Path, kind: int = zmq.DEALER) -> None:
+        self.socket = open_socket(context, kind)
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # a new connection is a new peer: the core must know
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self.outbox: deque[list[bytes]] = deque()
@@ -213,3 +213,25 @@ class ThreadDriver:
                         self._core.lost(why, time.monotonic(), refused=True)
                         break
                     self._wire = Wire(context, self._path)
+
+
+def watch_tap(path: Path) -> Iterator[list[bytes]]:
+    """Frames of the daemon's tap, `[direction, model, head, body]`, until the daemon ends."""
+    context = new_context()
+    wire = Wire(context, path, zmq.SUB)
+    try:
+        wire.socket.setsockopt(zmq.SUBSCRIBE, b"")
+        poller = zmq.Poller()
+        poller.register(wire.socket, zmq.POLLIN)
+        poller.register(wire.monitor, zmq.POLLIN)
+        while True:
+            poller.poll()
+            ended = wire.dropped()
+            while (parts := wire.receive()) is not None:
+                if len(parts) == 4:
+                    yield parts
+            if ended:
+                return
+    finally:
+        wire.close()
+        context.term()

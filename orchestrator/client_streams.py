@@ -199,7 +199,7 @@ class AsyncStream:
         self._reader.assembler.progress = progress
         return self
 
-    async def result(self, timeout: float | None = None) -> Result:  # noqa: ASYNC109 - as in Stream
+    async def result(self, timeout: float | None = None) -> Result:
         """Wait for the end. Raises the typed error of a request that failed, and `RequestTimeout`, after which
         the request still goes on, if `timeout` seconds were not enough."""
         try:

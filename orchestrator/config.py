@@ -54,6 +54,8 @@ class LimitsConfig(msgspec.Struct, frozen=True):
     """From SIGTERM to SIGKILL."""
     drain_s: Seconds = 30.0
     """For running requests, when a model is unloaded with drain."""
+    spare_workers: Annotated[int, Meta(ge=0, le=16)] = 0
+    """Workers kept ready with their libraries imported, so that a restart costs the model's load time only."""
     shutdown_grace_s: Seconds = 5.0
     """For the whole daemon to end; then workers are killed."""
 

@@ -27,11 +27,13 @@ from ..protocol.events import StatsReply
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
 from .config import Config
 from .frontdoor import FrontDoor
+from .incarnation import Plant
 from .local_stream import LocalStream
 from .options import GenerateOptions, LoadOptions, make_generate, make_load
 from .policy.lifecycle import Budgets, State
 from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
+from .spares import SparePool
 from .spawn import DEFAULT_COMMAND
 from .supervisor import Host, OnProgress, Supervisor
 from .tap import Tap
@@ -86,9 +88,11 @@ class Orchestrator:
             on_deadline=self._deadline,
         )
         self._tap = Tap(self._context, self._run_dir.path)
+        plant = Plant(self._context, self._run_dir, self._command, self._tap.show)
+        self._spares = SparePool(plant, limits.spare_workers)
         self._host = Host(
-            context=self._context,
-            run_dir=self._run_dir,
+            plant=plant,
+            spares=self._spares,
             table=self._table,
             budgets=Budgets(
                 hello_s=limits.hello_s,
@@ -98,8 +102,6 @@ class Orchestrator:
                 drain_s=limits.drain_s,
             ),
             restart=self.config.restart,
-            command=self._command,
-            on_frame=self._tap.show,
         )
         self._started_at = time.monotonic()
         self._tick()
@@ -116,7 +118,7 @@ class Orchestrator:
         await self.close()
 
     async def close(self) -> None:
-        """End all: tell every request, end every worker within `shutdown_grace_s`, reap them, free the run directory."""
+        """Tell every request, end every worker within `shutdown_grace_s`, reap them, free the run directory."""
         if self._closing:
             return
         self._closing = True
@@ -130,6 +132,7 @@ class Orchestrator:
                 for worker in workers:
                     worker.kill()
                 await asyncio.wait(late)
+        await self._spares.close()
         for worker in workers:
             worker.close()
         if self._keep_alive is not None:
@@ -182,7 +185,7 @@ class Orchestrator:
                 )
             known.load = load
         supervisor = known or self._add_supervisor(load)
-        return await supervisor.wait_loaded(explicit=True, on_progress=on_progress)
+        return await supervisor.wait_loaded(on_progress=on_progress)
 
     async def unload(self, name: str, *, drain: bool = False) -> bool:
         """Unload a model, and return once its process is gone. False if it was not loaded."""
@@ -279,6 +282,7 @@ class Orchestrator:
             "pid": float(process.pid),
             "rss_bytes": float(process.memory_info().rss),
             "uptime_s": time.monotonic() - self._started_at,
+            "spares": float(self._spares.waiting),
             "requests_live": float(len(self._table)),
             "requests_total": float(self._table.total),
             "requests_resumed": float(self._table.resumed),

@@ -1,4 +1,4 @@
-"""The stream object of an embedded orchestrator: one cursor into the request's log, assembled for an asyncio caller."""
+"""The stream object of an embedded orchestrator: a cursor into the request's log, for an asyncio caller."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class LocalStream:
             raise self._assembler.error
 
     async def result(self, timeout: float | None = None) -> Result:
-        """Read to the end. Raises the typed error, or `TimeoutError` (the request goes on) after `timeout` seconds."""
+        """Read to the end. Raises the typed error, or `TimeoutError` after `timeout` seconds (it goes on then)."""
         async with asyncio.timeout(timeout):
             while not self._assembler.closed:
                 await self._more()

@@ -35,6 +35,7 @@ class SpawnSpec:
     run_dir: Path
     env: Mapping[str, str]
     command: Sequence[str] = DEFAULT_COMMAND
+    prewarm: bool = False
 
 
 class WorkerProcess:
@@ -45,7 +46,7 @@ class WorkerProcess:
 
     def __init__(self, spec: SpawnSpec, log: LogRing, on_exit: Callable[[int], None]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._log = log
+        self.log = log
         self._on_exit = on_exit
         self._pidfd = -1
         lifeline_read, self._lifeline = os.pipe()
@@ -150,13 +151,13 @@ class WorkerProcess:
             if not data:
                 self._close_output()
                 return
-            self._log.feed(data)
+            self.log.feed(data)
 
     def _close_output(self) -> None:
         if self._output >= 0:
             self._loop.remove_reader(self._output)
             self._output = -1
-            self._log.close()
+            self.log.close()
             if self._popen.stdout is not None:
                 self._popen.stdout.close()
 
@@ -177,6 +178,7 @@ def _arguments(spec: SpawnSpec, lifeline_fd: int) -> list[str]:
         spec.name,
         "--model",
         spec.model,
+        *(["--prewarm"] if spec.prewarm else []),
     ]
 
 

@@ -1,4 +1,4 @@
-"""A live copy of all frames between orchestrator and workers, for `bulkhead tap`. Costs nothing while nobody looks."""
+"""A live copy of all frames between orchestrator and workers, for `bulkhead tap`. Free while nobody looks."""
 
 from __future__ import annotations
 

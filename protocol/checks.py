@@ -65,9 +65,7 @@ def check_load(load: Load) -> Problem | None:
     if problem := check_name(load.name, "name"):
         return problem
     if not load.model.strip() or len(load.model) > limits.MAX_PATH_CHARS:
-        return _bad(
-            f"model must be a path or id of 1 to {limits.MAX_PATH_CHARS} characters, got {len(load.model)}"
-        )
+        return _bad(f"model must be a path or id of 1 to {limits.MAX_PATH_CHARS} characters, got {len(load.model)}")
     if "\0" in load.model:
         return _bad("model must not contain a NUL character")
     for field, value, low, high in (
@@ -124,9 +122,7 @@ def _check_ids(tokens: list[int]) -> Problem | None:
     if not tokens:
         return _bad("tokens is empty")
     if len(tokens) > limits.MAX_PROMPT_TOKENS:
-        return Problem(
-            ErrorCode.TOO_LARGE, f"tokens holds at most {limits.MAX_PROMPT_TOKENS} ids, got {len(tokens)}"
-        )
+        return Problem(ErrorCode.TOO_LARGE, f"tokens holds at most {limits.MAX_PROMPT_TOKENS} ids, got {len(tokens)}")
     for token in (min(tokens), max(tokens)):
         if not 0 <= token <= limits.MAX_TOKENS:
             return _bad(f"tokens must be ids of 0 to {limits.MAX_TOKENS}, got {token}")
@@ -176,9 +172,7 @@ def _has_content(message: ChatMessage) -> bool:
 
 def _check_numbers(request: Generate) -> Problem | None:
     if request.max_tokens is not None and not 1 <= request.max_tokens <= limits.MAX_TOKENS:
-        return _bad(
-            f"max_tokens must be 1 to {limits.MAX_TOKENS}, or null for the default, got {request.max_tokens}"
-        )
+        return _bad(f"max_tokens must be 1 to {limits.MAX_TOKENS}, or null for the default, got {request.max_tokens}")
     if request.seed is not None and not 0 <= request.seed <= limits.MAX_SEED:
         return _bad(f"seed must be 0 to {limits.MAX_SEED}, or null for fresh randomness, got {request.seed}")
     for field, count in (("top_k", request.top_k), ("repetition_window", request.repetition_window)):

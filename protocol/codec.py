@@ -89,9 +89,7 @@ def encode_body(message: Message) -> bytes:
             kind=_TAGS[type(message)],
         ) from None
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        raise FrameError(
-            f"cannot encode {type(message).__name__}: {error}", kind=_TAGS[type(message)]
-        ) from None
+        raise FrameError(f"cannot encode {type(message).__name__}: {error}", kind=_TAGS[type(message)]) from None
     if len(body) > MAX_FRAME_BYTES:
         raise FrameTooLarge(
             f"{type(message).__name__} takes {len(body)} bytes; the limit of a frame is {MAX_FRAME_BYTES}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from mlx_bulkhead.protocol.commands import Generate
+from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.worker.emitter import PROGRESS_PAUSE_S, SNAPSHOT_PAUSE_S, Emitter
 from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling
@@ -115,8 +116,8 @@ def test_snapshots_wait_for_the_clock_and_the_interval() -> None:
     request.take(0, None, 11.002)
     request.take(0, None, 11.003)
     assert not request.is_due(11.003, SNAPSHOT_PAUSE_S), "enough tokens, too early"
-    assert request.is_due(11.008, SNAPSHOT_PAUSE_S)
-    request.snapshot(11.008)
+    assert request.is_due(11.0081, SNAPSHOT_PAUSE_S)
+    request.snapshot(11.0081)
     request.take(0, None, 11.1)
     assert not request.is_due(11.1, SNAPSHOT_PAUSE_S), "late enough, too few tokens"
 
@@ -181,7 +182,7 @@ def test_ends_are_counted_by_kind() -> None:
         request.inserted_at = 11.0
         request.take(0, None, 11.0)
         emits.done(request, reason, "text", 12.0)  # pyright: ignore[reportArgumentType]
-    emits.failed(b"a" * 16, "internal", "planted")  # pyright: ignore[reportArgumentType]
+    emits.failed(b"a" * 16, ErrorCode.INTERNAL, "planted")
     mailbox.close()
     counts = progress.requests_done, progress.requests_cancelled, progress.requests_failed
     assert counts == (2, 2, 1)

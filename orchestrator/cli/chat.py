@@ -1,0 +1,75 @@
+"""`bulkhead chat`: a conversation on the terminal. Ctrl-C ends the answer, not the chat."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from ...protocol.errors import BulkheadError, Disconnected
+from ...protocol.exit_codes import CliExit
+from .common import RunDir, note
+from .errors import report
+from .run import MaxTokens, ModelArgument, Seed, System, Temperature, show_answer, summary
+from .target import serving
+
+if TYPE_CHECKING:
+    from ..client import Client
+    from ..options import GenerateOptions
+    from ..views import Result
+
+
+def chat(
+    model: ModelArgument,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    seed: Seed = None,
+    system: System = None,
+    run_dir: RunDir = None,
+) -> int:
+    """Chat with a model. /exit or end of input leaves, /clear starts anew."""
+    with suppress(ImportError):
+        import readline  # noqa: F401 - line editing for input()
+    options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    start: list[dict[str, str]] = [{"role": "system", "content": system}] if system is not None else []
+    turns = list(start)
+    with serving(model, run_dir) as (client, name):
+        while True:
+            try:
+                text = input("> ").strip()
+            except EOFError:
+                print()
+                return CliExit.OK
+            except KeyboardInterrupt:
+                print()
+                continue
+            if text == "/exit":
+                return CliExit.OK
+            if text == "/clear":
+                turns = list(start)
+                continue
+            if not text:
+                continue
+            turns.append({"role": "user", "content": text})
+            answer = _answer(client, name, turns, options)
+            if answer is None:
+                turns.pop()
+            else:
+                turns.append({"role": "assistant", "content": answer.text})
+                note(summary(answer))
+
+
+def _answer(client: Client, name: str, turns: list[dict[str, str]], options: GenerateOptions) -> Result | None:
+    """Stream one answer. None, and a line on stderr, if it failed; a lost daemon ends the chat."""
+    asked: GenerateOptions = {**options, "messages": turns}
+    try:
+        with client.generate(name, **asked) as stream:
+            try:
+                return show_answer(stream)
+            except KeyboardInterrupt:
+                stream.cancel()
+                return show_answer(stream)
+    except Disconnected:
+        raise
+    except BulkheadError as error:
+        report(error)
+        return None
