@@ -67,6 +67,8 @@ class ClientCore:
         """Start a request or call; `body` is its command, encoded."""
         live.wire_id = live.request_id if live.command is Generate else codec.new_request_id()
         live.heard = now
+        if not self._live:
+            self._sweep_at = now + self.settings.silence / 5
         self._live[live.wire_id] = live
         if live.timeout is not None:
             live.deadline = now + live.timeout

@@ -245,7 +245,7 @@ class FrontDoor:
                 self.dirty(stream)
 
     def _send_stream(self, stream: _Stream) -> bool:
-        """Send all that a stream has. False when the client's queue is full: the rest waits in the log, and merges."""
+        """Send all that a stream has. False when its queue is full: the rest waits in the log, and merges."""
         if self._socket.closed:
             return True
         if not stream.unsent:

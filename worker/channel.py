@@ -39,10 +39,10 @@ DRAIN_S: Final = 0.5
 """How long the last frames may wait for a peer that reads slowly, before the linger."""
 RECEIVE_BATCH: Final = 256
 """Frames read in one turn, so that a flood does not hold up what goes out."""
-ORDERS_SOFT: Final = 4096
+REFUSE_OVER: Final = 4096
 """Commands in the mailbox over which new requests are refused."""
-ORDERS_HARD: Final = 65_536
-"""Commands in the mailbox over which the socket is not read: the sender blocks."""
+WAITING_MAX: Final = 65_536
+"""Commands in the mailbox, or messages not sent, over which the socket is not read: the sender blocks."""
 
 _GENERATE: Final = kind_of(Generate)
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -108,7 +108,8 @@ class Channel:
             self._beat(now)
 
     def _watch(self) -> None:
-        flags = 0 if self._mailbox.waiting > ORDERS_HARD else zmq.POLLIN
+        is_swamped = self._mailbox.waiting > WAITING_MAX or len(self._backlog) > WAITING_MAX
+        flags = 0 if is_swamped else zmq.POLLIN
         if self._backlog:
             flags |= zmq.POLLOUT
         self._poller.modify(self._socket, flags)
@@ -173,8 +174,8 @@ class Channel:
         match message:
             case Stats():
                 self._reply(request_id, StatsReply(worker=self._observer.stats(now)))
-            case Generate() if self._mailbox.waiting >= ORDERS_SOFT:
-                text = f"{self._mailbox.waiting} commands wait for the model already; the limit is {ORDERS_SOFT}"
+            case Generate() if self._mailbox.waiting >= REFUSE_OVER:
+                text = f"{self._mailbox.waiting} commands wait for the model already; the limit is {REFUSE_OVER}"
                 self._reply(request_id, Failed(ErrorCode.QUEUE_FULL, text, retryable=True))
             case Load() | Generate() | Cancel():
                 self._mailbox.order(Order(request_id, message, now))

@@ -278,13 +278,19 @@ class Service:
 
     def _prepare(self) -> None:
         """Let the engine check and tokenise what waits: all of it when idle, a little between two steps."""
+        request = self._table.next_unprepared()
+        if request is None:
+            return
         started = time.monotonic()
-        if self._progress.busy_since is None:
-            self._progress.busy_since = started
-        while (request := self._table.next_unprepared()) is not None:
+        if self._table.running:
+            self._flush_running()  # a long prompt takes its time to render and tokenise
+        else:
+            self._progress.phase, self._progress.busy_since = "prefill", started
+        while request is not None:
             self._prepare_one(request)
             if self._table.running and time.monotonic() - started > PREPARE_BUDGET_S:
                 break
+            request = self._table.next_unprepared()
 
     def _prepare_one(self, request: Request) -> None:
         assert request.message is not None  # dropped by `adopt`, which is called once

@@ -31,16 +31,16 @@ def arm(fd: int, run_dir: Path) -> threading.Thread:
 
 
 def _watch(fd: int, run_dir: Path) -> NoReturn:
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    while True:
-        for _, events in poll.poll(TICK_S * 1000):
-            if events & select.POLLNVAL:
-                _end(WorkerExit.PARENT_GONE, "the lifeline was closed inside this process")
-            if not os.read(fd, 4096):
+    try:
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        while True:
+            if poll.poll(TICK_S * 1000) and not os.read(fd, 4096):
                 _end(WorkerExit.PARENT_GONE, "the orchestrator is gone")
-        if _is_gone(run_dir):
-            _end(WorkerExit.RUN_DIR_GONE, f"the run directory {run_dir} is gone")
+            if _is_gone(run_dir):
+                _end(WorkerExit.RUN_DIR_GONE, f"the run directory {run_dir} is gone")
+    except BaseException as error:  # without its watch a worker could outlive everybody
+        _end(WorkerExit.PARENT_GONE, f"the lifeline broke: {error!r}")
 
 
 def _is_gone(directory: Path) -> bool:

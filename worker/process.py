@@ -113,17 +113,17 @@ def _end(code: int, why: str) -> NoReturn:
     os._exit(code)
 
 
-class Guarded:
+class Guarded(threading.Thread):
     """A thread whose end, good or bad, rings the bell."""
 
     def __init__(self, name: str, body: Callable[[], None], bell: Bell) -> None:
+        super().__init__(name=name, daemon=True)
         self._body = body
         self._bell = bell
         self.is_working = True
         self.failed = False
-        self.start = threading.Thread(target=self._run, name=name, daemon=True).start
 
-    def _run(self) -> None:
+    def run(self) -> None:
         try:
             self._body()
         except BaseException:

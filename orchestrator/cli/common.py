@@ -37,10 +37,21 @@ def connect(run_dir: Path | None) -> Client:
 
 
 def print_json(value: object) -> None:
-    """One JSON document on stdout."""
+    """One JSON document on stdout, with every field, also those at their default."""
     import msgspec
 
-    print(msgspec.json.encode(value).decode())
+    print(msgspec.json.encode(_whole(value)).decode())
+
+
+def _whole(value: object) -> object:
+    fields = getattr(value, "__struct_fields__", None)
+    if fields is not None:
+        return {name: _whole(getattr(value, name)) for name in fields}
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    return value
 
 
 def mib(count: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -49,7 +50,7 @@ def run(
     }
     with serving(model, run_dir) as (client, name), client.generate(name, **options) as stream:
         if json:
-            print_json(stream.result())
+            print_json(asdict(stream.result()))
             return CliExit.OK
         result = show_answer(stream)
     note(summary(result))

@@ -114,6 +114,7 @@ class FakeDaemon:
             self._again = False
             socket = context.socket(zmq.ROUTER)
             socket.linger = 500
+            socket.setsockopt(zmq.SNDHWM, 0)  # a ROUTER drops what is over the limit; the real one asks first
             socket.bind(f"ipc://{self.path}")
             self._ready.set()
             self._serve(socket)

@@ -219,3 +219,13 @@ def test_the_grace_of_a_drain_ends(short_tmp: Path, tiny_model: Path) -> None:
         assert done is not None
         assert done.finish_reason == "cancelled"
         assert worker.wait_exit() == WorkerExit.CLEAN
+
+
+def test_an_abort_leaves_the_stacks_in_the_log(short_tmp: Path, tiny_model: Path) -> None:
+    """What a failing GPU command does; field report A02."""
+    with WorkerHarness(short_tmp, prelude=IN_STEP) as worker:
+        stuck(worker, tiny_model)
+        worker.process.send_signal(signal.SIGABRT)
+        assert worker.wait_exit() == -signal.SIGABRT
+        assert "Fatal Python error: Aborted" in worker.log()
+        assert "executor.py" in worker.log()
