@@ -15,13 +15,21 @@ import zmq
 from ..protocol import codec
 from ..protocol.limits import MAX_FRAME_BYTES
 
+Context = zmq.Context[zmq.Socket[bytes]]
+"""The zmq context that all sockets of one orchestrator share."""
+
 BATCH = 256
 """Messages taken in one callback before other work of the loop gets its turn."""
 
 LINGER_MS = 200
 
 
-def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+def open_context() -> Context:
+    """A context with one io thread. `term` it when all its sockets are closed."""
+    return zmq.Context(io_threads=1)
+
+
+def open_socket(context: Context, kind: int) -> zmq.Socket[bytes]:
     """A socket with the limits that all our sockets have: bounded linger, frame size and queues."""
     socket = context.socket(kind)
     socket.linger = LINGER_MS
@@ -29,6 +37,16 @@ def open_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socke
     socket.setsockopt(zmq.SNDHWM, 1000)
     socket.setsockopt(zmq.RCVHWM, 1000)
     return socket
+
+
+def bind(socket: zmq.Socket[bytes], path: Path) -> None:
+    """Bind a socket to a path that only its owner can use. Raises `OSError`; the socket is then closed."""
+    try:
+        socket.bind(f"ipc://{path}")
+        path.chmod(0o600)
+    except (zmq.ZMQError, OSError) as error:
+        socket.close()
+        raise OSError(f"cannot listen on {path}: {error}") from error
 
 
 class Pump:
@@ -94,7 +112,7 @@ class WorkerChannel:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         path: Path,
         on_frame: Callable[[int, bytes, bytes], None],
         on_junk: Callable[[], None],
@@ -105,8 +123,7 @@ class WorkerChannel:
         self._outbox: deque[list[bytes]] = deque()
         self._socket = open_socket(context, zmq.PAIR)
         self.endpoint = f"ipc://{path}"
-        self._socket.bind(self.endpoint)
-        path.chmod(0o600)
+        bind(self._socket, path)
         self._pump = Pump(self._socket, self._receive, self._flush)
 
     def send(self, kind: int, request_id: bytes, body: bytes) -> None:

@@ -182,9 +182,10 @@ class ThreadDriver:
             poller.register(self._wire.monitor, zmq.POLLIN)
             poller.register(self._wire.socket, zmq.POLLIN | (zmq.POLLOUT if self._wire.outbox else 0))
         poller.poll(None if timeout is None else int(timeout * 1000) + 1)
-        if self._signalled:
-            os.read(self._wake_read, 64)
-            self._signalled = False  # before the inputs are taken: a later post wakes again
+        with self._lock:  # between a poster's mark and its byte there is nothing to read
+            if self._signalled:
+                os.read(self._wake_read, 64)
+                self._signalled = False  # before the inputs are taken: a later post wakes again
 
     def _receive(self, wire: Wire, now: float) -> None:
         """What has arrived, first of all; the connection's end only after it."""

@@ -18,13 +18,13 @@ from typing import Unpack
 
 import msgspec
 import psutil
-import zmq
 
-from ..protocol.codec import new_request_id
+from ..protocol.codec import PROTOCOL_VERSION, new_request_id
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest, ErrorCode, ShuttingDown, UnknownModel
 from ..protocol.events import StatsReply
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from .channel import open_context
 from .config import Config
 from .frontdoor import FrontDoor
 from .incarnation import Plant
@@ -80,7 +80,7 @@ class Orchestrator:
         limits = self.config.limits
         wanted = self._wanted_run_dir
         self._run_dir = RunDir.hold(Path(wanted)) if wanted is not None else RunDir.temporary()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=1)
+        self._context = open_context()
         self._table = RequestTable(
             max_requests=limits.max_requests,
             on_closed=self._request_closed,
@@ -279,6 +279,7 @@ class Orchestrator:
                 raise self._unknown(name)
         process = psutil.Process()
         daemon: dict[str, float] = {
+            "protocol": float(PROTOCOL_VERSION),
             "pid": float(process.pid),
             "rss_bytes": float(process.memory_info().rss),
             "uptime_s": time.monotonic() - self._started_at,

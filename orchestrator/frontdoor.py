@@ -17,10 +17,10 @@ import zmq
 
 from ..protocol import checks, codec
 from ..protocol.codec import Message
-from ..protocol.commands import Attach, Cancel, Generate, Load, Models, Restart, Shutdown, Stats, Unload
+from ..protocol.commands import Attach, Cancel, Command, Generate, Load, Models, Restart, Shutdown, Stats, Unload
 from ..protocol.errors import RETRYABLE, BulkheadError, ErrorCode, TooLarge, error_for
 from ..protocol.events import Exiting, Failed, Loaded, LoadFailed, LoadProgress, ModelsReply, Unloaded
-from .channel import Pump, open_socket
+from .channel import Context, Pump, bind, open_socket
 from .requests import LiveRequest
 from .streams import Body
 
@@ -67,7 +67,7 @@ class FrontDoor:
     def __init__(
         self,
         host: Orchestrator,
-        context: zmq.Context[zmq.Socket[bytes]],
+        context: Context,
         path: Path,
         limits: LimitsConfig,
     ) -> None:
@@ -84,8 +84,7 @@ class FrontDoor:
         self._socket = open_socket(context, zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.SNDHWM, CLIENT_QUEUE)
-        self._socket.bind(f"ipc://{path}")
-        path.chmod(0o600)
+        bind(self._socket, path)
         self._pump = Pump(self._socket, self._receive)
 
     def figures(self) -> dict[str, float]:
@@ -119,7 +118,7 @@ class FrontDoor:
         except codec.FrameError as error:
             self._frames_refused += 1
             if error.request_id is not None:
-                self._refuse(client, error.kind, error.request_id, error_for("bad_request", str(error)))
+                self._refuse(client, error.kind, error.request_id, error_for(error.code.value, str(error)))
             return
         if identity not in self._clients:
             if len(self._clients) >= self._max_clients:
@@ -133,18 +132,16 @@ class FrontDoor:
             self._refuse(client, kind, request_id, error)
 
     def _obey(self, client: _Client, request_id: bytes, message: Message) -> None:
+        if isinstance(message, Command) and (problem := checks.check(message)):
+            raise error_for(problem.code.value, problem.message)
         match message:
             case Generate():
-                self._raise_if(checks.check_generate(message))
-                if message.resume_tokens or message.resume_chars or message.resume_seq:
-                    raise error_for("bad_request", "the resume_ fields are set by the orchestrator only")
                 self._follow(client, request_id, self._host.start(request_id, message))
             case Attach():
                 self._follow(client, request_id, self._host.find(message.request))
             case Cancel():
                 self._cancel(client, request_id)
             case Load():
-                self._raise_if(checks.check_load(message))
                 self._run(self._load(client, request_id, message))
             case Unload():
                 self._run(self._unload(client, request_id, message.model))
@@ -173,10 +170,6 @@ class FrontDoor:
             self._host.cancel(stream.request)
         else:
             self._host.cancel_id(stream_id)
-
-    def _raise_if(self, problem: checks.Problem | None) -> None:
-        if problem is not None:
-            raise error_for(problem.code.value, problem.message)
 
     def _refuse(self, client: _Client, kind: int | None, request_id: bytes, error: BulkheadError) -> None:
         if kind in (codec.kind_of(Load), codec.kind_of(Restart)):

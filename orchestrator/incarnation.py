@@ -11,13 +11,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-import zmq
-
 from ..protocol import codec
 from ..protocol.codec import PROTOCOL_VERSION, Message
 from ..protocol.events import Exiting, Heartbeat, Hello
 from ..protocol.values import WorkerStats
-from .channel import WorkerChannel
+from .channel import Context, WorkerChannel
 from .log_ring import LogRing
 from .policy import health
 from .run_dir import RunDir
@@ -33,7 +31,7 @@ _STREAM_KINDS = frozenset({DONE, FAILED, PROGRESS, SNAPSHOT})
 class Plant(NamedTuple):
     """What is needed to start a worker, the same for all models of one orchestrator."""
 
-    context: zmq.Context[zmq.Socket[bytes]]
+    context: Context
     run_dir: RunDir
     command: Sequence[str]
     on_frame: Callable[[str, str, int, bytes, bytes], None]
@@ -57,7 +55,7 @@ class Owner(Protocol):
 
 
 class Incarnation:
-    """A worker process that was started. Raises `OSError` or `zmq.ZMQError` if it could not be.
+    """A worker process that was started. Raises `OSError` if it could not be.
 
     `prewarm` makes the worker import its libraries before it is told what to load.
     """

@@ -18,10 +18,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
-import psutil
-
 from ..protocol.errors import BadRequest, BulkheadError
 from ..protocol.limits import SOCKET_PATH_BYTES
+from .spawn import created_at, reap_stale
 
 DAEMON_SOCKET = "daemon.sock"
 _LOCK = "lock"
@@ -133,7 +132,7 @@ class RunDir:
         lock.write(json.dumps({"pid": os.getpid()}))
         lock.flush()
         held = cls(path, lock, temporary=temporary)
-        reap_stale_workers(path)
+        reap_stale(path / _WORKERS)
         held._remove_sockets()
         _private_dir(path / _WORKERS)
         _private_dir(path / _LOGS)
@@ -149,8 +148,9 @@ class RunDir:
 
     def note_worker(self, pid: int, token: str) -> None:
         """Leave a note by which a later start can find, and verify, a worker that outlived us."""
-        with contextlib.suppress(psutil.Error):
-            note = {"pid": pid, "token": token, "created": psutil.Process(pid).create_time()}
+        created = created_at(pid)
+        if created is not None:
+            note = {"pid": pid, "token": token, "created": created}
             (self.path / _WORKERS / f"{pid}.json").write_text(json.dumps(note))
 
     def forget_worker(self, pid: int) -> None:
@@ -209,25 +209,5 @@ def _sweep_if_dead(path: Path) -> None:
     if lock is None:
         return
     with lock:
-        reap_stale_workers(path)
+        reap_stale(path / _WORKERS)
         shutil.rmtree(path, ignore_errors=True)
-
-
-def reap_stale_workers(path: Path) -> list[int]:
-    """Kill workers that a dead holder of this directory left, if pid, start time and token agree.
-
-    Returns the pids killed.
-    """
-    killed: list[int] = []
-    for note in (path / _WORKERS).glob("*.json"):
-        try:
-            record = json.loads(note.read_text())
-            process = psutil.Process(int(record["pid"]))
-            same = abs(process.create_time() - float(record["created"])) < 1.0
-            if same and str(record["token"]) in process.cmdline():
-                process.kill()
-                killed.append(process.pid)
-        except (OSError, ValueError, KeyError, TypeError, psutil.Error):
-            pass  # gone already, or not ours: nothing to reap
-        note.unlink(missing_ok=True)
-    return killed

@@ -9,8 +9,6 @@ import asyncio
 import itertools
 import logging
 
-import zmq
-
 from ..protocol.codec import Message
 from ..protocol.commands import Load
 from ..protocol.events import Hello
@@ -43,7 +41,7 @@ class SparePool:
         while not self._closed and len(self._spares) < self._count:
             try:
                 self._spares.append(_Spare(self, self._plant, next(self._numbers)))
-            except (OSError, zmq.ZMQError) as error:
+            except OSError as error:
                 log.warning("no spare worker could be started: %s", error)
                 self._later(RETRY_S)
                 return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -187,3 +188,31 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     base.update(PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false")
     base.update(extra)
     return base
+
+
+def created_at(pid: int) -> float | None:
+    """When a process was started, by which a recycled pid is told from the old one; None if it is gone."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
+
+
+def reap_stale(notes: Path) -> list[int]:
+    """Kill workers that a dead orchestrator left notes of in a directory, if pid, start time and token agree.
+
+    Returns the pids killed.
+    """
+    killed: list[int] = []
+    for note in notes.glob("*.json"):
+        try:
+            record = json.loads(note.read_text())
+            process = psutil.Process(int(record["pid"]))
+            same = abs(process.create_time() - float(record["created"])) < 1.0
+            if same and str(record["token"]) in process.cmdline():
+                process.kill()
+                killed.append(process.pid)
+        except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+            pass  # gone already, or not ours: nothing to reap
+        note.unlink(missing_ok=True)
+    return killed

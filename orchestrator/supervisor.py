@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import msgspec
-import zmq
 
 from ..protocol import codec
 from ..protocol.codec import Message
@@ -303,7 +302,7 @@ class Supervisor:
                 env=self.load.env,
                 log=self._log,
             )
-        except (OSError, zmq.ZMQError) as error:
+        except OSError as error:
             self._events.append(lifecycle.SpawnFailed(str(error)))
         else:
             self._events.append(lifecycle.Spawned())

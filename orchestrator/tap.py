@@ -7,7 +7,7 @@ from pathlib import Path
 import zmq
 
 from ..protocol import codec
-from .channel import Pump, open_socket
+from .channel import Context, Pump, bind, open_socket
 from .run_dir import socket_path
 
 TAP_SOCKET = "tap.sock"
@@ -19,11 +19,10 @@ class Tap:
     It carries prompts and answers; the directory and the socket are their owner's only.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], run_dir: Path) -> None:
+    def __init__(self, context: Context, run_dir: Path) -> None:
         self._path = socket_path(run_dir, TAP_SOCKET)
         self._socket = open_socket(context, zmq.XPUB)
-        self._socket.bind(f"ipc://{self._path}")
-        self._path.chmod(0o600)
+        bind(self._socket, self._path)
         self._watchers = 0
         self._pump = Pump(self._socket, self._subscription)
 

@@ -58,9 +58,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 def _make_tiny(factory: pytest.TempPathFactory, architecture: str) -> Path:
     from tests.support.tiny_models import make_tiny
 
-    directory = factory.mktemp(f"tiny-{architecture}")
-    made = make_tiny(directory, architecture=architecture)
-    return Path(made) if made is not None else directory
+    return make_tiny(factory.mktemp(f"tiny-{architecture}"), architecture=architecture)
 
 
 @pytest.fixture(scope="session")

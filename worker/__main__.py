@@ -28,6 +28,7 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--parent", required=True, type=int, help="pid of the orchestrator, for people")
     parser.add_argument("--name", required=True, help="name of the model, for people")
     parser.add_argument("--model", required=True, help="path of the model, for people")
+    parser.add_argument("--prewarm", action="store_true", help="import the libraries before the load")
     given = parser.parse_args(argv)
     if not given.endpoint.startswith("ipc://"):
         parser.error(f"--endpoint must start with ipc://, got {given.endpoint!r}")
@@ -49,6 +50,7 @@ def parse(argv: list[str]) -> Options:
         parent=given.parent,
         name=given.name,
         model=given.model,
+        prewarm=given.prewarm,
     )
 
 

@@ -1,7 +1,7 @@
-"""Owns the MLX thread: waits for the load, opens the engine, then does one unit of work after the other.
+"""Owns the MLX thread: waits for the load, opens the engine, lets `service` work, and says how it ended.
 
 The only thread that runs anything of MLX, from the first import to the last release. It meets the rest of the
-process in the mailbox alone, and looks there between units of work.
+process in the mailbox alone.
 """
 
 from __future__ import annotations
@@ -10,49 +10,25 @@ import gc
 import logging
 import time
 import traceback
-from typing import Final, assert_never, cast
+from typing import Final, cast
 
-from ..protocol.checks import check_generate, check_load
+from ..protocol.checks import check_load
 from ..protocol.codec import NO_REQUEST
-from ..protocol.commands import Cancel, Generate, Load, Shutdown
+from ..protocol.commands import Load, Shutdown
 from ..protocol.errors import RETRYABLE, ErrorCode
 from ..protocol.events import Exiting, Loaded, LoadFailed, LoadProgress
 from ..protocol.exit_codes import WorkerExit
-from ..protocol.values import FinishReason
-from .emitter import Emitter
-from .engines.base import Engine, LoadProblem, PrefillOut, Refused, TokenOut
+from .engines.base import Engine, LoadProblem
+from .faults import is_out_of_memory, say
 from .mailbox import Mailbox, Order
 from .progress import WorkerProgress
-from .requests import Request, RequestTable
+from .service import Service
+from .warmup import import_libraries, settle_network
 
-MEMORY_PAUSE_S: Final = 0.25
-"""Least time between two memory samples."""
-PREPARE_BUDGET_S: Final = 0.005
-"""Time for preparing waiting requests between two steps while others decode."""
 LOAD_REPORT_PAUSE_S: Final = 0.1
 """Least time between two load reports of one phase; its first and last always leave."""
 
-_OOM_WORDS = (
-    "out of memory",
-    "unable to allocate",
-    "attempting to allocate",
-    "bad_alloc",
-    "insufficient memory",
-)
-
 log = logging.getLogger(__name__)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception says that memory ran out; MLX says so with plain `RuntimeError`s."""
-    if isinstance(error, MemoryError):
-        return True
-    text = str(error).lower()
-    return isinstance(error, RuntimeError) and any(words in text for words in _OOM_WORDS)
-
-
-def _say(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 class _Stopped(BaseException):
@@ -62,9 +38,10 @@ class _Stopped(BaseException):
 class Executor:
     """The executor thread's body. `exit_code` and `reason` are valid once `run` has returned."""
 
-    def __init__(self, mailbox: Mailbox, progress: WorkerProgress) -> None:
+    def __init__(self, mailbox: Mailbox, progress: WorkerProgress, *, prewarm: bool = False) -> None:
         self._mailbox = mailbox
         self._progress = progress
+        self._prewarm = prewarm
         self.exit_code: WorkerExit = WorkerExit.EXECUTOR_DIED
         self.reason = ""
         self._answer_to = NO_REQUEST
@@ -76,12 +53,16 @@ class Executor:
         except BaseException as error:  # the outermost frame: whatever came, the process ends and says why
             traceback.print_exc()
             self.exit_code = WorkerExit.OUT_OF_MEMORY if is_out_of_memory(error) else WorkerExit.EXECUTOR_DIED
-            self.reason = _say(error)
+            self.reason = say(error)
         self._progress.phase = "closing"
         self._mailbox.post(self._answer_to, Exiting(self.reason, self.exit_code))
         self._mailbox.finish()
 
     def _live(self) -> tuple[str, WorkerExit]:
+        if self._prewarm:
+            self._progress.phase = "importing"
+            import_libraries()
+            self._progress.phase = "idle"
         order = self._await_load()
         if order is None:
             return self._why_ending()
@@ -142,6 +123,7 @@ class Loader:
         log.info("loading %s from %s", self._load.name, self._load.model)
         started = time.monotonic()
         self._progress.phase = "importing"
+        settle_network(self._load.model)
         try:
             from .engines.loader import (
                 open_engine,
@@ -155,12 +137,11 @@ class Loader:
         except Exception as error:
             traceback.print_exc()
             if is_out_of_memory(error):
-                return self._fail(ErrorCode.OUT_OF_MEMORY, f"no memory for {self._load.model}: {_say(error)}")
-            return self._fail(ErrorCode.LOAD_FAILED, f"cannot load {self._load.model}: {_say(error)}")
+                return self._fail(ErrorCode.OUT_OF_MEMORY, f"no memory for {self._load.model}: {say(error)}")
+            return self._fail(ErrorCode.LOAD_FAILED, f"cannot load {self._load.model}: {say(error)}")
         self._progress.engine = engine.info.engine
         self._progress.memory = engine.memory()
-        gc.collect()
-        gc.freeze()  # what the imports and the model made stays; later collections need not walk over it
+        gc.freeze()  # what the imports and the model made stays: collections need not walk over it
         log.info("loaded %s in %.2f s", self._load.name, time.monotonic() - started)
         return engine
 
@@ -180,263 +161,3 @@ class Loader:
         log.error("the load failed: %s", message)
         self._mailbox.post(self._request_id, LoadFailed(code, message, code in RETRYABLE))
         self._mailbox.kick()
-
-
-class Service:
-    """Serves requests with a loaded engine, until told to end."""
-
-    def __init__(self, engine: Engine, load: Load, mailbox: Mailbox, progress: WorkerProgress) -> None:
-        self._engine = engine
-        self._load = load
-        self._mailbox = mailbox
-        self._progress = progress
-        self._emitter = Emitter(mailbox, progress)
-        places = engine.info.limits.max_running or load.max_running
-        self._table = RequestTable(1 if load.deterministic else places, load.max_queued)
-        self._shutdown: Order | None = None
-        self._drain_until = 0.0
-        self._next_sample = 0.0
-
-    def serve(self) -> tuple[bytes, str, WorkerExit]:
-        """One unit of work after the other.
-
-        Returns:
-            The id of the command that ended it, the reason in words, and the exit code.
-        """
-        table = self._table
-        while True:
-            for order in self._mailbox.take():
-                self._obey(order)
-            if self._mailbox.terminating:
-                self._end_all()
-                return NO_REQUEST, "terminated (SIGTERM)", WorkerExit.TERMINATED
-            if self._shutdown is not None and (not table or time.monotonic() >= self._drain_until):
-                self._end_all()
-                return self._shutdown.request_id, "shut down", WorkerExit.CLEAN
-            if table.waiting:
-                self._prepare()
-                self._admit()
-            if table.running:
-                self._step()
-            elif not table.waiting:
-                self._idle()
-
-    # Commands.
-
-    def _obey(self, order: Order) -> None:
-        match order.command:
-            case Generate() as message:
-                self._receive(order.request_id, message, order.received)
-            case Cancel(reason=reason):
-                if order.request_id in self._table:
-                    self._end(order.request_id, reason, time.monotonic())
-            case Shutdown(grace_s=grace_s, drain=drain):
-                self._shutdown = order
-                self._drain_until = time.monotonic() + (max(0.0, grace_s) if drain else 0.0)
-            case Load() as load:
-                self._reload(order.request_id, load)
-            case command:
-                log.warning("%s means nothing to a loaded worker", type(command).__name__)
-        self._note_table()
-
-    def _receive(self, request_id: bytes, message: Generate, received: float) -> None:
-        """Give a new request its place, or refuse it."""
-        if request_id in self._table:
-            self._progress.requests_ignored += 1
-            log.warning("request %s is live already; its repetition is ignored", request_id.hex()[:8])
-            return
-        refuse = self._emitter.failed
-        if self._shutdown is not None:
-            refuse(request_id, ErrorCode.SHUTTING_DOWN, "the worker is shutting down")
-        elif message.model != self._load.name:
-            refuse(
-                request_id,
-                ErrorCode.UNKNOWN_MODEL,
-                f"this worker holds {self._load.name}, not {message.model!r}",
-            )
-        elif problem := check_generate(message, resumed=True):
-            refuse(request_id, problem.code, problem.message)
-        elif self._table.is_full:
-            table = self._table
-            refuse(
-                request_id,
-                ErrorCode.QUEUE_FULL,
-                f"{len(table.running)} requests run and {len(table.waiting)} wait; "
-                f"the limits are {table.max_running} and {table.max_queued}",
-            )
-        else:
-            self._table.add(Request(request_id, message, received))
-
-    def _reload(self, request_id: bytes, load: Load) -> None:
-        if load.name == self._load.name and load.model == self._load.model:
-            self._mailbox.post(request_id, Loaded(load.name, self._engine.info))
-            return
-        text = f"this worker holds {self._load.name} ({self._load.model}); one process, one model"
-        self._mailbox.post(request_id, LoadFailed(ErrorCode.UNSUPPORTED, text))
-
-    # Before a step.
-
-    def _prepare(self) -> None:
-        """Let the engine check and tokenise what waits: all of it when idle, a little between two steps."""
-        request = self._table.next_unprepared()
-        if request is None:
-            return
-        started = time.monotonic()
-        if self._table.running:
-            self._flush_running()  # a long prompt takes its time to render and tokenise
-        else:
-            self._progress.phase, self._progress.busy_since = "prefill", started
-        while request is not None:
-            self._prepare_one(request)
-            if self._table.running and time.monotonic() - started > PREPARE_BUDGET_S:
-                break
-            request = self._table.next_unprepared()
-
-    def _prepare_one(self, request: Request) -> None:
-        assert request.message is not None  # dropped by `adopt`, which is called once
-        try:
-            finish = request.adopt(self._engine.prepare(request.request_id, request.message))
-        except Refused as refusal:
-            self._fail(request, refusal.code, refusal.message)
-        except Exception as error:
-            traceback.print_exc()
-            self._fail(request, ErrorCode.INTERNAL, f"the request could not be prepared: {_say(error)}")
-        else:
-            if finish is not None:
-                self._finish(request, finish, time.monotonic())
-
-    def _admit(self) -> None:
-        while (request := self._table.next_admissible()) is not None:
-            now = time.monotonic()
-            self._table.start(request, now)
-            self._progress.requests_started += 1
-            assert request.row is not None
-            try:
-                self._engine.insert(request.row)
-            except Exception as error:
-                if is_out_of_memory(error):
-                    raise
-                traceback.print_exc()
-                self._engine.remove(request.request_id)
-                self._fail(request, ErrorCode.INTERNAL, f"the engine refused the request: {_say(error)}")
-        self._note_table()
-
-    # A step.
-
-    def _step(self) -> None:
-        engine, table, progress = self._engine, self._table, self._progress
-        if table.prefilling:
-            progress.phase = "prefill"
-            if len(table.running) > 1 and engine.next_is_prefill():
-                self._flush_running()
-        else:
-            progress.phase = "decode"
-        outs = engine.step()
-        now = time.monotonic()
-        progress.steps += 1
-        progress.busy_since = now
-        running, offer = table.running, self._emitter.offer
-        for out in outs:
-            request = running.get(out.request_id)
-            if request is None:
-                continue  # the rest of a step in which the request ended by a stop string
-            if isinstance(out, TokenOut):
-                if request.first_token_at is None:
-                    table.prefilling -= 1
-                progress.completion_tokens += 1
-                progress.last_token_at = now
-                try:
-                    finish = request.take(out.token, out.finish, now)
-                except Exception as error:
-                    traceback.print_exc()
-                    self._engine.remove(request.request_id)
-                    text = f"token {out.token} could not be turned into text: {_say(error)}"
-                    self._fail(request, ErrorCode.INTERNAL, text)
-                    continue
-                if finish is None:
-                    offer(request, now)
-                else:
-                    if out.finish is None:
-                        engine.remove(request.request_id)
-                    self._finish(request, finish, now)
-            elif isinstance(out, PrefillOut):
-                self._emitter.prefill(request, out, now)
-            else:
-                assert_never(out)
-        if running and not engine.busy:
-            self._fail_lost()
-        self._mailbox.kick()
-        if now >= self._next_sample:
-            self._sample(now)
-
-    def _flush_running(self) -> None:
-        now = time.monotonic()
-        for request in self._table.running.values():
-            self._emitter.flush(request, now)
-        self._mailbox.kick()
-
-    def _fail_lost(self) -> None:
-        """Rows that the engine dropped without a word must not hang."""
-        for request in list(self._table.running.values()):
-            self._fail(request, ErrorCode.INTERNAL, "the engine lost the request without an answer")
-
-    def _idle(self) -> None:
-        """Nothing to do: take a last sample, say so, and block."""
-        self._progress.busy_since = None
-        self._sample(time.monotonic())
-        self._progress.phase = "idle"
-        self._mailbox.kick()
-        self._mailbox.wait()
-
-    def _sample(self, now: float) -> None:
-        self._next_sample = now + MEMORY_PAUSE_S
-        self._progress.memory = self._engine.memory()
-
-    # Ends.
-
-    def _finish(self, request: Request, finish: str, now: float) -> None:
-        """The engine or a stop string ended a request."""
-        name = self._engine_name(request)
-        self._drop(request)
-        if request.completion_tokens == 0:
-            self._emitter.failed(
-                request.request_id, ErrorCode.INTERNAL, "the engine ended without generating", request.usage()
-            )
-            return
-        self._emitter.done(request, cast(FinishReason, finish), name, now)
-
-    def _end(self, request_id: bytes, reason: FinishReason, now: float) -> None:
-        """A request is to end from outside, in whatever phase it is."""
-        request = self._table.running.get(request_id) or self._table.waiting[request_id]
-        name = self._engine_name(request)
-        if request_id in self._table.running:
-            self._engine.remove(request_id)
-        self._drop(request)
-        request.end_text()
-        self._emitter.done(request, reason, name, now)
-
-    def _end_all(self) -> None:
-        """Every request ends as cancelled: the worker goes away."""
-        now = time.monotonic()
-        for request in self._table:
-            self._end(request.request_id, "cancelled", now)
-        self._mailbox.kick()
-
-    def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
-        self._drop(request)
-        self._emitter.flush(request, time.monotonic())
-        self._emitter.failed(request.request_id, code, message, request.usage())
-
-    def _drop(self, request: Request) -> None:
-        self._table.drop(request.request_id)
-        self._note_table()
-
-    def _engine_name(self, request: Request) -> str:
-        if request.inserted_at is None:
-            return self._engine.info.engine
-        return self._engine.engine_for(request.request_id)
-
-    def _note_table(self) -> None:
-        progress, table = self._progress, self._table
-        progress.running, progress.queued = len(table.running), len(table.waiting)
-        progress.oldest_request_at = table.oldest_received_at

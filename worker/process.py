@@ -49,6 +49,7 @@ class Options:
     parent: int
     name: str
     model: str
+    prewarm: bool
 
 
 def run(options: Options) -> NoReturn:
@@ -65,7 +66,7 @@ def run(options: Options) -> NoReturn:
 
     mailbox, progress = Mailbox(), WorkerProgress()
     channel = Channel(options.endpoint, options.incarnation, mailbox, progress)
-    executor = Executor(mailbox, progress)
+    executor = Executor(mailbox, progress, prewarm=options.prewarm)
     io_thread = Guarded("io", channel.run, bell)
     mlx_thread = Guarded("executor", executor.run, bell)
     io_thread.start()

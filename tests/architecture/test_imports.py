@@ -12,7 +12,7 @@ ZMQ_FILES = (
     "orchestrator/channel.py",
     "orchestrator/frontdoor.py",
     "orchestrator/client_io.py",
-    "orchestrator/async_client.py",
+    "orchestrator/tap.py",
 )
 """The only files that touch sockets."""
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
 from mlx_bulkhead.orchestrator.policy.restart import RestartPolicy
 from mlx_bulkhead.protocol.errors import LoadError, ProtocolMismatch, Quarantined, WorkerCrashed, WorkerStalled
+
 from tests.support.hosts import EAGER, QUICK, fake_host, misbehave, status, until
 from tests.support.misbehaving_worker import expected_text, expected_tokens
 

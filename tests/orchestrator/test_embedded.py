@@ -10,7 +10,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-
 from mlx_bulkhead.orchestrator.config import Config, ModelConfig
 from mlx_bulkhead.protocol.errors import (
     BadRequest,
@@ -20,6 +19,7 @@ from mlx_bulkhead.protocol.errors import (
     ShuttingDown,
     UnknownModel,
 )
+
 from tests.support.hosts import QUICK, fake_host, misbehave, status, until
 from tests.support.misbehaving_worker import expected_text
 

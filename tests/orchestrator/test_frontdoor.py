@@ -15,7 +15,6 @@ from pathlib import Path
 import psutil
 import pytest
 import zmq
-
 from mlx_bulkhead.orchestrator.embedded import Orchestrator
 from mlx_bulkhead.orchestrator.run_dir import socket_path
 from mlx_bulkhead.orchestrator.views import Assembler
@@ -33,6 +32,7 @@ from mlx_bulkhead.protocol.events import (
     StatsReply,
     Unloaded,
 )
+
 from tests.support.hosts import QUICK, fake_host, misbehave, status, until
 from tests.support.misbehaving_worker import expected_text
 

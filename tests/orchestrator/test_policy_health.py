@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-
 from mlx_bulkhead.orchestrator.policy.health import Health, Pulse, judge, slept
 
 

@@ -9,7 +9,6 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
 from mlx_bulkhead.orchestrator.policy import lifecycle as lc
 from mlx_bulkhead.orchestrator.policy.lifecycle import Effect, Model, State
 from mlx_bulkhead.orchestrator.policy.restart import RestartPolicy

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 
 import pytest
-
 from mlx_bulkhead.orchestrator.policy.restart import (
     GiveUp,
     RestartHistory,

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-
 from mlx_bulkhead.orchestrator import run_dir as rd
 from mlx_bulkhead.orchestrator.run_dir import RunDir, RunDirBusy
+from mlx_bulkhead.orchestrator.spawn import reap_stale
 from mlx_bulkhead.protocol.limits import SOCKET_PATH_BYTES
 
 
@@ -106,7 +106,7 @@ def test_only_a_verified_stale_worker_is_killed(short_tmp: Path) -> None:
     ):
         held.note_worker(stale.pid, "token-1")
         held.note_worker(stranger.pid, "not-its-token")
-        assert rd.reap_stale_workers(held.path) == [stale.pid]
+        assert reap_stale(held.path / "workers") == [stale.pid]
         assert stale.wait(10) == -9
         assert stranger.poll() is None
         assert stranger.stdin is not None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-
 from mlx_bulkhead.orchestrator.streams import ACCEPTED, DONE, PROGRESS, SNAPSHOT, RequestLog
 from mlx_bulkhead.orchestrator.views import Assembler
 from mlx_bulkhead.protocol import codec

@@ -14,8 +14,6 @@ Run it in place of `mlx_bulkhead.worker`, with the same command line. The enviro
 from __future__ import annotations
 
 import argparse
-import contextlib
-import faulthandler
 import os
 import signal
 import sys
@@ -26,29 +24,7 @@ from pathlib import Path
 from typing import Final, NoReturn
 
 import zmq
-from mlx_bulkhead.protocol.codec import (
-    NO_REQUEST,
-    PROTOCOL_VERSION,
-    FrameError,
-    Message,
-    decode,
-    encode,
-    kind_of,
-)
-from mlx_bulkhead.protocol.commands import Cancel, Generate, Load, Shutdown, Stats
-from mlx_bulkhead.protocol.events import (
-    Done,
-    Exiting,
-    Failed,
-    Heartbeat,
-    Hello,
-    Loaded,
-    LoadFailed,
-    LoadProgress,
-    Progress,
-    Snapshot,
-    StatsReply,
-)
+from mlx_bulkhead.protocol import codec, commands, events
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
 from mlx_bulkhead.protocol.limits import DEFAULT_MAX_TOKENS
 from mlx_bulkhead.protocol.values import FinishReason, Limits, Memory, Timings, Usage, WorkerInfo, WorkerStats
@@ -103,7 +79,7 @@ def expected_text(prompt: str, count: int) -> str:
     return "".join(map(token_text, expected_tokens(prompt, count)))
 
 
-def prompt_of(request: Generate) -> str:
+def prompt_of(request: commands.Generate) -> str:
     """The input of a request as one text, whatever its form."""
     if request.messages is not None:
         return "\n".join(str(message.content) for message in request.messages)
@@ -114,7 +90,7 @@ def prompt_of(request: Generate) -> str:
 class Live:
     """A request in the making."""
 
-    request: Generate
+    request: commands.Generate
     prompt: str
     limit: int
     position: int
@@ -165,14 +141,15 @@ class FakeWorker:
         self.socket = self.context.socket(zmq.PAIR)
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.connect(options.endpoint)
+        signal.signal(signal.SIGTERM, self.on_sigterm)
 
-    def send(self, message: Message, request_id: bytes = NO_REQUEST) -> None:
-        self.socket.send_multipart(encode(message, request_id))
+    def send(self, message: codec.Message, request_id: bytes = codec.NO_REQUEST) -> None:
+        self.socket.send_multipart(codec.encode(message, request_id))
 
     def run(self) -> NoReturn:
-        version = 999 if self.mis.mode == "wrong_version" else PROTOCOL_VERSION
+        version = 999 if self.mis.mode == "wrong_version" else codec.PROTOCOL_VERSION
         token = "someone-else" if self.mis.mode == "wrong_incarnation" else self.options.incarnation
-        self.send(Hello(version, token, os.getpid()))
+        self.send(events.Hello(version, token, os.getpid()))
         next_beat = 0.0
         while True:
             now = time.monotonic()
@@ -207,7 +184,7 @@ class FakeWorker:
 
     def beat(self, now: float) -> None:
         busy = now - self.last_step if self.live else None
-        self.send(Heartbeat(self.steps, self.stats(now), busy))
+        self.send(events.Heartbeat(self.steps, self.stats(now), busy))
 
     # Commands.
 
@@ -218,29 +195,29 @@ class FakeWorker:
             except zmq.Again:
                 return
             try:
-                _, request_id, message = decode(parts)
-            except FrameError as error:
+                _, request_id, message = codec.decode(parts)
+            except codec.FrameError as error:
                 self.refused += 1
-                if error.kind == kind_of(Generate) and error.request_id:
-                    self.send(Failed(error.code, str(error)), error.request_id)
+                if error.kind == codec.kind_of(commands.Generate) and error.request_id:
+                    self.send(events.Failed(error.code, str(error)), error.request_id)
                 continue
             match message:
-                case Load():
+                case commands.Load():
                     self.load(request_id, message)
-                case Generate():
+                case commands.Generate():
                     self.generate(request_id, message)
-                case Cancel():
+                case commands.Cancel():
                     if request_id in self.live:
                         self.finish(request_id, message.reason)
-                case Stats():
-                    self.send(StatsReply(worker=self.stats(time.monotonic())), request_id)
-                case Shutdown():
+                case commands.Stats():
+                    self.send(events.StatsReply(worker=self.stats(time.monotonic())), request_id)
+                case commands.Shutdown():
                     if self.mis.mode != "ignore_sigterm":
                         self.draining = time.monotonic() + (message.grace_s if message.drain else 0.0)
                 case _:
                     self.refused += 1
 
-    def load(self, request_id: bytes, load: Load) -> None:
+    def load(self, request_id: bytes, load: commands.Load) -> None:
         mode = self.mis.mode
         if mode == "crash_on_load":
             die(int(self.mis.number(-signal.SIGABRT)))
@@ -249,23 +226,23 @@ class FakeWorker:
         if mode == "load_freezes":
             sleep_for_ever()
         if mode == "load_fails":
-            self.send(LoadFailed("load_failed", f"{load.model}/config.json is missing"), request_id)
+            self.send(events.LoadFailed("load_failed", f"{load.model}/config.json is missing"), request_id)
             self.leave("the load failed", WorkerExit.LOAD_FAILED)
         self.name = load.name
         seconds = self.mis.number(3.0) if mode == "load_slow" else self.load_s
         parts = max(1, int(seconds / 0.05))
         for part in range(parts if seconds else 0):
-            self.send(LoadProgress("weights", part + 1, parts), request_id)
+            self.send(events.LoadProgress("weights", part + 1, parts), request_id)
             self.beat(time.monotonic())
             time.sleep(seconds / parts)
         if mode == "balloon":
             self.balloon = os.urandom(4096) * int(self.mis.number(256) * 256)
         limits = Limits(max_running=load.max_running, max_queued=load.max_queued)
-        self.send(Loaded(load.name, WorkerInfo("fake", "fake", "cpu", 1000, limits=limits)), request_id)
+        self.send(events.Loaded(load.name, WorkerInfo("fake", "fake", "cpu", 1000, limits=limits)), request_id)
         if mode == "silent":
             sleep_for_ever()
 
-    def generate(self, request_id: bytes, request: Generate) -> None:
+    def generate(self, request_id: bytes, request: commands.Generate) -> None:
         if request_id in self.live:
             return
         prompt = prompt_of(request)
@@ -273,7 +250,7 @@ class FakeWorker:
             die(-signal.SIGABRT)
         if request.model != self.name:
             self.failed += 1
-            self.send(Failed("unknown_model", f"this worker holds {self.name}"), request_id)
+            self.send(events.Failed("unknown_model", f"this worker holds {self.name}"), request_id)
             return
         now = time.monotonic()
         if not self.live:
@@ -289,7 +266,7 @@ class FakeWorker:
             next_at=now + self.prefill_s,
             began=now,
         )
-        self.send(Progress("prefill", 0, len(prompt)), request_id)
+        self.send(events.Progress("prefill", 0, len(prompt)), request_id)
 
     # Tokens.
 
@@ -318,34 +295,27 @@ class FakeWorker:
         live.tokens.append(token)
         if len(live.tokens) >= live.request.stream_interval or live.position == 1:
             self.flush(request_id, live)
-        if self.made == int(self.mis.number(3)) if self.mis.mode in AFTER_TOKENS else False:
+        if self.mis.mode in AFTER_TOKENS and self.made == int(self.mis.number(3)):
             self.misbehave()
 
     def flush(self, request_id: bytes, live: Live) -> None:
         if live.tokens:
             text = "".join(map(token_text, live.tokens))
-            self.send(Snapshot(live.seq, live.chars, text, live.tokens), request_id)
+            self.send(events.Snapshot(live.seq, live.chars, text, live.tokens), request_id)
             live.seq, live.chars, live.tokens = live.seq + 1, live.chars + len(text), []
 
     def finish(self, request_id: bytes, reason: FinishReason) -> None:
         live = self.live.pop(request_id)
         self.flush(request_id, live)
         made = live.position - len(live.request.resume_tokens)
-        seconds = time.monotonic() - live.began
-        timings = Timings(
-            prompt_n=len(live.prompt),
-            predicted_n=made,
-            predicted_ms=seconds * 1000,
-            predicted_per_second=made / seconds if seconds else 0.0,
-        )
-        done = Done(reason, Usage(len(live.prompt), 0, live.position), timings, "fake", chars=live.chars)
+        ms = (time.monotonic() - live.began) * 1000
+        timings = Timings(len(live.prompt), predicted_n=made, predicted_ms=ms)
+        done = events.Done(reason, Usage(len(live.prompt), 0, live.position), timings, "fake", chars=live.chars)
         self.send(done, request_id)
-        if reason in ("cancelled", "deadline"):
-            self.cancelled += 1
-        else:
-            self.done += 1
+        is_cancel = reason in ("cancelled", "deadline")
+        self.cancelled, self.done = self.cancelled + is_cancel, self.done + (not is_cancel)
         if self.mis.mode == "duplicate_done":
-            self.send(Snapshot(live.seq, live.chars, "ghost", [1]), request_id)
+            self.send(events.Snapshot(live.seq, live.chars, "ghost", [1]), request_id)
             self.send(done, request_id)
 
     def misbehave(self) -> None:
@@ -359,8 +329,7 @@ class FakeWorker:
             case "kill":
                 die(-signal.SIGKILL)
             case "exit":
-                self.close()
-                os._exit(0)
+                self.close(0)
             case "executor_died":
                 self.leave("RuntimeError: planted", WorkerExit.EXECUTOR_DIED, cancel=False)
             case "garbage":
@@ -372,7 +341,7 @@ class FakeWorker:
 
     def send_garbage(self) -> None:
         """Junk of each kind that a reader must survive."""
-        some = next(iter(self.live), NO_REQUEST)
+        some = next(iter(self.live), codec.NO_REQUEST)
         for number in range(50):
             self.socket.send_multipart([b"", b""])
             self.socket.send_multipart([os.urandom(17), os.urandom(number)])
@@ -384,13 +353,13 @@ class FakeWorker:
     def leave(self, reason: str, code: WorkerExit, cancel: bool = True) -> NoReturn:
         for request_id in list(self.live) if cancel else ():
             self.finish(request_id, "cancelled")
-        self.send(Exiting(reason, code))
-        self.close()
-        os._exit(code)
+        self.send(events.Exiting(reason, code))
+        self.close(code)
 
-    def close(self) -> None:
+    def close(self, code: int) -> NoReturn:
         self.socket.close(500)
         self.context.term()
+        os._exit(code)
 
     def on_sigterm(self, signum: int, frame: object) -> None:
         self.terminated = self.mis.mode != "ignore_sigterm"
@@ -402,14 +371,13 @@ AFTER_TOKENS: Final = frozenset(mode for mode, words in MODES.items() if "after 
 def die(code: int) -> NoReturn:
     """End at once: by the signal of a negative code, or with the code."""
     if code < 0:
-        faulthandler.disable()
         os.kill(os.getpid(), -code)
         sleep_for_ever()
     os._exit(code)
 
 
 def sleep_for_ever() -> NoReturn:
-    """Only the lifeline and signals still work."""
+    """Only the lifeline still works, and SIGTERM if no worker was made yet."""
     while True:
         time.sleep(3600)
 
@@ -420,22 +388,16 @@ def main() -> NoReturn:
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--lifeline-fd", required=True, type=int)
     parser.add_argument("--run-dir", required=True, type=Path)
+    parser.add_argument("--prewarm", action="store_true")
     options = parser.parse_args()
     lifeline.arm(options.lifeline_fd, options.run_dir)
     mis = Misbehaviour(dict(os.environ))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if mis.mode == "ignore_sigterm":
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if mis.mode == "crash_on_start":
         die(int(mis.number(1)))
     if mis.mode == "never_hello":
         sleep_for_ever()
-    worker = FakeWorker(options, mis, dict(os.environ))
-    if mis.mode != "ignore_sigterm":
-        signal.signal(signal.SIGTERM, worker.on_sigterm)
-    with contextlib.suppress(KeyboardInterrupt):
-        worker.run()
-    os._exit(1)
+    FakeWorker(options, mis, dict(os.environ)).run()
 
 
 if __name__ == "__main__":

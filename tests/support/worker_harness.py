@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -90,6 +90,7 @@ class WorkerHarness:
         env: Mapping[str, str] | None = None,
         script: Path | None = None,
         receive_limit: int | None = None,
+        arguments: Sequence[str] = (),
     ) -> None:
         """Start the child.
 
@@ -98,6 +99,7 @@ class WorkerHarness:
             prelude: Python code that runs in the child before the worker's `main`, to plant a fault.
             script: runs instead of `mlx_bulkhead.worker`, with the same command line.
             receive_limit: frames and, roughly, kilobytes that may wait at our end, to be a slow reader.
+            arguments: more of the command line.
         """
         self.incarnation = secrets.token_hex(8)
         self.run_dir = run_dir
@@ -121,7 +123,7 @@ class WorkerHarness:
             program = ["-P", "-c", f"{prelude}\nfrom mlx_bulkhead.worker.__main__ import main\nmain()"]
         else:
             program = ["-P", "-m", "mlx_bulkhead.worker"]
-        arguments = {
+        named = {
             "--endpoint": self.endpoint,
             "--incarnation": self.incarnation,
             "--lifeline-fd": str(lifeline_in),
@@ -132,7 +134,7 @@ class WorkerHarness:
         }
         with open(self.log_path, "wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, *program, *(part for pair in arguments.items() for part in pair)],
+                [sys.executable, *program, *(part for pair in named.items() for part in pair), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-
 from mlx_bulkhead.protocol.commands import Generate, Load
 from mlx_bulkhead.worker.engines.base import Engine, PrefillOut, TokenOut
+
 from tests.support.tiny_models import ARCHITECTURES, make_tiny
 
 PROMPTS = (
@@ -25,7 +25,7 @@ CHUNKED = list(range(300, 1000))
 """A prompt of 700 tokens: more than one chunk, and more than the window of the windowed models."""
 
 
-@lru_cache(maxsize=None)
+@cache
 def model_directory(architecture: str) -> Path:
     return make_tiny(Path(tempfile.mkdtemp(prefix="bh-model-")) / architecture, architecture=architecture)
 
@@ -37,20 +37,20 @@ def open_tiny(architecture: str = "qwen3", **options: Any) -> Engine:
     return open_engine(load, lambda phase, done, total: None)
 
 
-@lru_cache(maxsize=None)
+@cache
 def shared_engine(architecture: str = "qwen3") -> Engine:
     """One engine for all tests that leave it idle."""
     return open_tiny(architecture)
 
 
-@lru_cache(maxsize=None)
+@cache
 def library(architecture: str = "qwen3") -> tuple[Any, Any]:
     from mlx_lm import load
 
     return load(str(model_directory(architecture)))[:2]
 
 
-@lru_cache(maxsize=None)
+@cache
 def expected(architecture: str, prompt: str | tuple[int, ...], max_tokens: int) -> list[int]:
     """mlx-lm's own greedy tokens."""
     from mlx_lm import stream_generate

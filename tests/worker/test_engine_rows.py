@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
 from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.worker.engines.base import Refused
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import random
 import time
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
 from mlx_bulkhead.worker.engines.base import TextOut
 
 from .test_engine import library, model_directory
@@ -34,13 +33,11 @@ def spm_tokenizer(directory: Path) -> None:
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     pieces = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    pieces += ["▁"] + list("abcdefghijklmnoprstuvwxyzHPěščřžýáíůú,.") + ["▁a", "▁H", "el", "lo"]
+    pieces += ["▁", *"abcdefghijklmnoprstuvwxyzHPěščřžýáíůú,.", "▁a", "▁H", "el", "lo"]
     vocabulary = {piece: index for index, piece in enumerate(pieces)}
     merges = [("▁", "a"), ("▁", "H"), ("e", "l"), ("l", "o")]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -88,7 +85,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 _holder: dict[str, dict[str, Any]] = {}
 
 
-@lru_cache(maxsize=None)
+@cache
 def detokenizers(kind: str) -> Any:
     from mlx_bulkhead.worker.text.detokenize import Detokenizers
 
@@ -119,9 +116,7 @@ def test_text_is_whole_and_in_order(tokenizers: dict[str, Any], kind: str, sampl
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_tokens_give_the_library_s_text_without_replacement_marks(
-    tokenizers: dict[str, Any], kind: str
-) -> None:
+def test_any_tokens_give_the_library_s_text_without_replacement_marks(tokenizers: dict[str, Any], kind: str) -> None:
     tokenizer = tokenizers[kind]
 
     @settings(max_examples=150)
@@ -146,8 +141,7 @@ def test_bytes_in_any_order_give_the_library_s_text(tokenizers: dict[str, Any], 
     for _ in range(150):
         tokens = chooser.choices(byte_tokens, k=chooser.randrange(1, 12))
         pieces = pieces_of(kind, tokens)
-        if tokens[-1] in byte_tokens:  # the library's last flush fails on what is outside its alphabet
-            assert "".join(pieces) == library_text(tokenizer, tokens)
+        assert "".join(pieces) == library_text(tokenizer, tokens)
         assert not any("\ufffd" in piece for piece in pieces)
 
 
@@ -156,7 +150,6 @@ def test_time_is_linear_even_for_one_endless_line(tokenizers: dict[str, Any], ki
     ids = [index for index in range(len(tokenizers[kind])) if index > 300 or kind == "sentencepiece"]
     decode = tokenizers[kind].decode
     words = [index for index in ids if (text := decode([index])) and "\n" not in text and "\ufffd" not in text]
-    broken = tokenizers[kind].encode("é", add_special_tokens=False)
     chooser = random.Random(2)
 
     def seconds(count: int) -> float:
@@ -169,7 +162,7 @@ def test_time_is_linear_even_for_one_endless_line(tokenizers: dict[str, Any], ki
 
     seconds(100)
     small, large = seconds(1000), seconds(4000)
-    assert large < 12 * small + 0.05, f"{small:.4f} s for 1000 tokens, {large:.4f} s for 4000 ({broken})"
+    assert large < 12 * small + 0.05, f"{small:.4f} s for 1000 tokens, {large:.4f} s for 4000"
 
 
 # A request's text.

@@ -7,7 +7,6 @@ import time
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
 from mlx_bulkhead.worker.text.stops import StopScanner
 
 
@@ -64,7 +63,7 @@ def test_pieces_do_not_matter(stops: list[str], text: str, random: object) -> No
         (["STOP"], ["ab ST", "OP cd"], "ab "),
         (["STOP"], ["ab S", "TO", "x STO"], "ab STOx STO"),
         (["\n\n"], ["a\n", "b\n", "\nc"], "a\nb"),
-        (["aab"], ["aaa", "aaab"], "aaaaa"),
+        (["aab"], ["aaa", "aaab"], "aaaa"),
         (["bc", "abcd"], ["xabcd"], "xa"),
         (["c", "abc"], ["xabc"], "x"),
         (["🙂🚢"], ["a🙂", "🙂", "🚢"], "a🙂"),
@@ -81,7 +80,7 @@ def test_time_is_linear_in_the_text_whatever_the_stops() -> None:
     scanner = StopScanner(stops)
     began = time.perf_counter()
     for _ in range(2000):
-        assert scanner.feed("aaaaaaaaaaaaaaaa") == "" or True
+        scanner.feed("aaaaaaaaaaaaaaaa")
     assert time.perf_counter() - began < 2.0  # 32,000 characters; a check of each stop at each takes minutes
     assert not scanner.stopped
     assert scanner.feed("b") == ""

@@ -6,7 +6,6 @@ import copy
 from typing import Any
 
 import pytest
-
 from mlx_bulkhead.protocol.commands import Generate
 from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.values import ChatMessage, Part

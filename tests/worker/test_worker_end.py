@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from mlx_bulkhead.protocol.commands import Load
-from mlx_bulkhead.protocol.events import Exiting
+from mlx_bulkhead.protocol.events import Exiting, LoadProgress
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
 
 from tests.support.worker_harness import NAME, WorkerHarness, loaded_worker
@@ -61,7 +61,8 @@ def unloaded(worker: WorkerHarness, model: Path) -> None:
 def importing(worker: WorkerHarness, model: Path) -> None:
     worker.hello()
     worker.send(Load(name=NAME, model=str(model)))
-    worker.until(lambda: any(beat.stats.phase == "importing" for beat in worker.heartbeats))
+    while worker.expect(LoadProgress).phase != "importing":
+        pass
 
 
 def loading(worker: WorkerHarness, model: Path) -> None:

@@ -8,7 +8,7 @@ from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.worker.emitter import PROGRESS_PAUSE_S, SNAPSHOT_PAUSE_S, Emitter
 from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling
-from mlx_bulkhead.worker.executor import is_out_of_memory
+from mlx_bulkhead.worker.faults import is_out_of_memory
 from mlx_bulkhead.worker.mailbox import Mailbox
 from mlx_bulkhead.worker.progress import Observer, WorkerProgress
 from mlx_bulkhead.worker.requests import Request, RequestTable

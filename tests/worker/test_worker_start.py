@@ -26,6 +26,15 @@ def audit(event, args):
 sys.addaudithook(audit)
 """
 
+SAY_IF_ONLINE = """
+import os
+real = os._exit
+def leaving(code):
+    print("OFFLINE", sys.modules["huggingface_hub"].is_offline_mode(), flush=True)
+    real(code)
+os._exit = leaving
+"""
+
 
 def test_handshake_comes_before_heavy_imports(short_tmp: Path) -> None:
     with WorkerHarness(short_tmp, prelude=NO_MLX_BEFORE_LOAD) as worker:
@@ -61,6 +70,21 @@ def test_progress_comes_while_loading(short_tmp: Path, tiny_model: Path) -> None
             phases.append(worker.expect(LoadProgress).phase)
         assert "importing" in phases
         worker.expect(Loaded)
+
+
+def test_a_spare_imports_before_its_load(short_tmp: Path, tiny_model: Path) -> None:
+    prelude = NO_MLX_BEFORE_LOAD + SAY_IF_ONLINE
+    with WorkerHarness(short_tmp, prelude=prelude, arguments=["--prewarm"]) as worker:
+        worker.hello()
+        worker.until(lambda: "libraries imported" in worker.log())
+        loaded = worker.try_load(tiny_model)
+        assert isinstance(loaded, Loaded)
+        assert loaded.info.import_seconds < 0.1
+        assert worker.run(prompt="quick", max_tokens=3).done
+        assert "IMPORTED" not in worker.log()
+        worker.shutdown()
+        assert worker.wait_exit() == WorkerExit.CLEAN
+        assert "OFFLINE True" in worker.log()
 
 
 def test_a_second_load_of_the_same_is_answered_and_another_refused(short_tmp: Path, tiny_model: Path) -> None:

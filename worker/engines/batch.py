@@ -102,7 +102,8 @@ class Batch:
         """
         uid = self._uid(live)
         cache, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
-        live.cache, live.cached = cache, len(tokens) - trim_prompt_cache(cache, 1)
+        trim_prompt_cache(cache, 1)
+        live.cache, live.cached = cache, len(tokens) - 1
         live.rechoose()
         self._forget(uid)
 

@@ -13,7 +13,6 @@ import logging
 import os
 import platform
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -24,6 +23,7 @@ from ...protocol.commands import Load
 from ...protocol.values import Limits, WorkerInfo
 from ..model_check import check_model, read_config, read_generation_config, resolve_model, weight_bytes
 from .base import Engine, LoadProblem, Report
+from .reasons import short
 
 _log = logging.getLogger(__name__)
 _PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "dflash-mlx", "transformers")
@@ -37,8 +37,9 @@ def open_engine(load: Load, report: Report) -> Engine:
     path = resolve_model(load.model)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     if path is None:
-        report("downloading", 0, 0)
-        path = _download(load.model, report)
+        from .hub import download
+
+        path = download(load.model, report)
     else:
         # Read when the library is imported; without it a local tokenizer may still ask the hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
@@ -63,9 +64,9 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     _check_architecture(path, config, load.trust_remote_code)
     caps = apply_caps(load.memory_limit)
     memory_before = measure()
-    model = _load_weights(path, load.trust_remote_code, report)
     report("tokenizer", 0, 0)
-    tokenizer = _load_tokenizer(path, load)
+    tokenizer = _load_tokenizer(path, load)  # first, since it fails sooner than a large model loads
+    model = _load_weights(path, load.trust_remote_code, report)
     generation = read_generation_config(path)
     vocabulary = _warm_up(path, model)
     facts = Facts(
@@ -104,7 +105,7 @@ def _import_library(path: Path) -> None:
         import mlx_lm.generate
         import mlx_lm.utils  # noqa: F401
     except Exception as error:
-        raise LoadProblem(f"cannot import mlx-lm to load {path}: {_short(error)}") from error
+        raise LoadProblem(f"cannot import mlx-lm to load {path}: {short(error)}") from error
 
 
 def _check_architecture(path: Path, config: dict[str, Any], trust_remote_code: bool) -> None:
@@ -118,8 +119,8 @@ def _check_architecture(path: Path, config: dict[str, Any], trust_remote_code: b
                 "load with trust_remote_code if you trust it"
             )
         return
-    kind = config["model_type"]
-    module = MODEL_REMAPPING.get(kind, kind)
+    kind = str(config["model_type"])
+    module: str = MODEL_REMAPPING.get(kind, kind)
     if not module.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
         version = importlib.metadata.version("mlx-lm")
         raise LoadProblem(f"{file} has model_type {kind!r}, which mlx-lm {version} does not know")
@@ -149,7 +150,7 @@ def _load_weights(path: Path, trust_remote_code: bool, report: Report) -> Any:
     except LoadProblem:
         raise
     except Exception as error:
-        raise LoadProblem(f"cannot load the weights in {path}: {_short(error)}") from error
+        raise LoadProblem(f"cannot load the weights in {path}: {short(error)}") from error
     report("weights", total, total)
     return model
 
@@ -164,7 +165,7 @@ def _load_tokenizer(path: Path, load: Load) -> Any:
     try:
         return load_tokenizer(path, extra, eos_token_ids=load_config(path).get("eos_token_id"))
     except Exception as error:
-        raise LoadProblem(f"cannot load the tokenizer in {path}: {_short(error)}") from error
+        raise LoadProblem(f"cannot load the tokenizer in {path}: {short(error)}") from error
 
 
 def _warm_up(path: Path, model: Any) -> int:
@@ -178,7 +179,7 @@ def _warm_up(path: Path, model: Any) -> int:
             logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
             mx.eval(logits)
     except Exception as error:
-        raise LoadProblem(f"the model in {path} fails on its first token: {_short(error)}") from error
+        raise LoadProblem(f"the model in {path} fails on its first token: {short(error)}") from error
     return int(logits.shape[-1])
 
 
@@ -198,18 +199,6 @@ def _ids(config: dict[str, Any], key: str) -> frozenset[int]:
     return frozenset(item for item in values if isinstance(item, int) and not isinstance(item, bool))
 
 
-def _short(error: Exception) -> str:
-    """One line of a library's error: of a list of parameters, the first three and how many more."""
-    lines = [line.strip(" ,.") for line in str(error).splitlines() if line.strip(" ,.")]
-    if not lines:
-        return type(error).__name__
-    head, names = lines[0], lines[1:]
-    if not names:
-        return head[:500]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{head.rstrip(': ')}: {', '.join(names[:3])}{more}"[:500]
-
-
 def _versions() -> dict[str, str]:
     versions = {"python": platform.python_version()}
     for package in _PACKAGES:
@@ -227,37 +216,3 @@ def _quiet() -> Iterator[None]:
         yield
     for warning in caught:
         _log.debug("%s: %s", warning.category.__name__, warning.message)
-
-
-def _download(model: str, report: Report) -> Path:
-    """The local snapshot of a Hugging Face id. Raises `LoadProblem`, also when there is no network."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.constants import HF_HUB_CACHE
-
-    result: list[Path | Exception] = []
-
-    def fetch() -> None:
-        patterns = ["*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja", "*.py"]
-        try:
-            result.append(Path(snapshot_download(model, allow_patterns=patterns)))
-        except Exception as error:
-            result.append(error)
-
-    # A thread of its own, so that progress is reported from here while it downloads, and only while bytes come.
-    thread = threading.Thread(target=fetch, name="download", daemon=True)
-    thread.start()
-    blobs = Path(HF_HUB_CACHE) / f"models--{model.replace('/', '--')}" / "blobs"
-    before = -1
-    while thread.is_alive():
-        thread.join(1.0)
-        done = sum(file.stat().st_size for file in blobs.glob("*") if file.is_file()) if blobs.exists() else 0
-        if done != before:
-            before = done
-            report("downloading", done, 0)
-    outcome = result[0]
-    if isinstance(outcome, Exception):
-        raise LoadProblem(
-            f"{model} is not a directory here, and could not be fetched from the Hugging Face hub: "
-            f"{type(outcome).__name__}: {_short(outcome)}"
-        ) from outcome
-    return outcome

@@ -40,9 +40,7 @@ class Preparer:
 
     def _prompt(self, request: Generate) -> list[int]:
         if request.messages is not None:
-            prompt = encode_messages(
-                self._tokenizer, request.messages, request.tools, request.template_args
-            )
+            prompt = encode_messages(self._tokenizer, request.messages, request.tools, request.template_args)
         elif request.tokens is not None:
             prompt = list(request.tokens)
         else:

@@ -1,1 +1,1 @@
-"""x"""
+"""Memory of the worker: caps in force, and what the process uses."""

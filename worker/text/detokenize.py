@@ -157,6 +157,4 @@ def _byte_of_char() -> dict[str, int]:
 def _byte_level(token: str) -> bytes:
     """Bytes of a token; characters outside the alphabet, as in special tokens, are text."""
     table = _byte_of_char()
-    return b"".join(
-        bytes((table[char],)) if char in table else char.encode("utf-8", "replace") for char in token
-    )
+    return b"".join(bytes((table[char],)) if char in table else char.encode("utf-8", "replace") for char in token)

@@ -45,8 +45,7 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
     if sampling.top_k >= vocabulary:
         raise Refused(
             ErrorCode.BAD_REQUEST,
-            f"top_k must be 0 (off) to {vocabulary - 1} for this vocabulary of {vocabulary}, "
-            f"got {sampling.top_k}",
+            f"top_k must be 0 (off) to {vocabulary - 1} for this vocabulary of {vocabulary}, got {sampling.top_k}",
         )
     for token in sampling.logit_bias:
         if not 0 <= token < vocabulary:
@@ -68,9 +67,7 @@ def make_chooser(row: Row, emitted: Sequence[int], vocabulary: int, banned: Sequ
         window = min(sampling.repetition_window, len(row.prompt) + row.max_tokens)
         processors.append(Repetition(sampling.repetition_penalty, window, [*row.prompt, *emitted]))
     if sampling.presence_penalty or sampling.frequency_penalty:
-        processors.append(
-            Occurrence(sampling.presence_penalty, sampling.frequency_penalty, emitted, vocabulary)
-        )
+        processors.append(Occurrence(sampling.presence_penalty, sampling.frequency_penalty, emitted, vocabulary))
     return Chooser(sampler, processors)
 
 
