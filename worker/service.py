@@ -55,8 +55,10 @@ class Service:
         """
         table = self._table
         while True:
-            for order in self._mailbox.take():
-                self._obey(order)
+            if orders := self._mailbox.take():
+                for order in orders:
+                    self._obey(order)
+                self._mailbox.kick()  # an end or a refusal does not wait for the step
             if self._mailbox.terminating:
                 self._end_all()
                 return NO_REQUEST, "terminated (SIGTERM)", WorkerExit.TERMINATED
@@ -66,6 +68,7 @@ class Service:
             if table.waiting:
                 self._prepare()
                 self._admit()
+                self._mailbox.kick()
             if table.running:
                 self._step()
             elif not table.waiting:

@@ -92,7 +92,7 @@ print(json.dumps(out))
 
 
 def reference(model: Path, jobs: list[dict[str, object]]) -> list[dict[str, object]]:
-    """What plain mlx-lm gives, greedy, in a process of its own. A job has `prompt` (text or messages), `max_tokens`."""
+    """What plain mlx-lm gives, greedy, in a process of its own. A job has `prompt` and `max_tokens`."""
     done = subprocess.run(
         [sys.executable, "-c", _REFERENCE, str(model)],
         input=json.dumps(jobs),

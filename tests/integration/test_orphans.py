@@ -51,7 +51,7 @@ def test_kill_of_the_daemon_leaves_no_worker(own_daemon: Daemon, tiny_model: Pat
         assert workers
         killed = time.monotonic()
         os.kill(own_daemon.process.pid, signal.SIGKILL)
-        gone, alive = psutil.wait_procs(workers, timeout=5)
+        _, alive = psutil.wait_procs(workers, timeout=5)
         assert not alive
         assert time.monotonic() - killed < 2.0
     finally:

@@ -54,7 +54,7 @@ async def test_loading_again_is_a_no_op_and_other_options_are_refused_with_names
         pid = status(host, "m").pid
         await host.load("m", "fake")
         assert status(host, "m").pid == pid
-        with pytest.raises(BadRequest, match="max_running.*unload it first"):
+        with pytest.raises(BadRequest, match=r"max_running.*unload it first"):
             await host.load("m", "fake", max_running=3)
 
 

@@ -222,7 +222,8 @@ from mlx_bulkhead.protocol.commands import Generate
 socket = zmq.Context().socket(zmq.DEALER)
 socket.connect("ipc://" + sys.argv[1])
 for detached in (False, True):
-    socket.send_multipart(codec.encode(Generate("m", prompt="x", max_tokens=100000, detached=detached), bytes([detached] * 16)))
+    request = Generate("m", prompt="x", max_tokens=100000, detached=detached)
+    socket.send_multipart(codec.encode(request, bytes([detached] * 16)))
 for _ in range(6):
     socket.recv_multipart()
 print("streaming", flush=True)

@@ -168,14 +168,11 @@ class FakeWorker:
                 self.leave("shut down", WorkerExit.CLEAN)
 
     def stats(self, now: float) -> WorkerStats:
+        counts = (self.steps, self.started, self.done, self.failed, self.cancelled, 0, self.made)
         return WorkerStats(
-            running=len(self.live),
-            steps=self.steps,
-            requests_started=self.started,
-            requests_done=self.done,
-            requests_failed=self.failed,
-            requests_cancelled=self.cancelled,
-            completion_tokens=self.made,
+            len(self.live),
+            0,
+            *counts,
             engine="fake",
             phase="decode" if self.live else "idle",
             memory=Memory(footprint=len(self.balloon)),
@@ -308,8 +305,7 @@ class FakeWorker:
         live = self.live.pop(request_id)
         self.flush(request_id, live)
         made = live.position - len(live.request.resume_tokens)
-        ms = (time.monotonic() - live.began) * 1000
-        timings = Timings(len(live.prompt), predicted_n=made, predicted_ms=ms)
+        timings = Timings(predicted_n=made, predicted_ms=(time.monotonic() - live.began) * 1000)
         done = events.Done(reason, Usage(len(live.prompt), 0, live.position), timings, "fake", chars=live.chars)
         self.send(done, request_id)
         is_cancel = reason in ("cancelled", "deadline")

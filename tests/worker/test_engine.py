@@ -12,7 +12,10 @@ import pytest
 from mlx_bulkhead.protocol.commands import Generate, Load
 from mlx_bulkhead.worker.engines.base import Engine, PrefillOut, TokenOut
 
-from tests.support.tiny_models import ARCHITECTURES, make_tiny
+from tests.support.tiny_models import make_tiny
+
+CACHES = ("qwen3", "gemma3_text", "qwen3_5")
+"""One model for each kind of cache: plain, windowed, recurrent; the last two mixed with plain layers."""
 
 PROMPTS = (
     "The lamp on the harbour wall goes out at seven",
@@ -113,7 +116,7 @@ class Driver:
         return self.engine.remove(name.encode())
 
 
-@pytest.fixture(params=ARCHITECTURES)
+@pytest.fixture(params=CACHES)
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -127,12 +130,13 @@ def drive() -> Iterator[Driver]:
     assert not driver.engine.busy
 
 
+@pytest.mark.parametrize("architecture", [*CACHES, "llama", "gemma4_text"])
 def test_a_lone_row_gives_the_tokens_of_the_library(architecture: str) -> None:
     driver = Driver(shared_engine(architecture))
-    for number, prompt in enumerate(PROMPTS):
-        driver.add(str(number), prompt, 100)
+    for number, prompt in enumerate(PROMPTS[:3]):
+        driver.add(str(number), prompt, 80)
         driver.run()
-        assert driver.tokens[str(number)] == expected(architecture, prompt, 100)
+        assert driver.tokens[str(number)] == expected(architecture, prompt, 80)
         assert driver.finish[str(number)] == "length"
         assert driver.engine.engine_for(str(number).encode()) == "text"
 
@@ -160,10 +164,10 @@ def test_rows_together_give_the_tokens_of_each_alone(architecture: str) -> None:
 
 def test_rows_come_and_go_while_others_decode(architecture: str) -> None:
     driver = Driver(shared_engine(architecture))
-    driver.add("first", PROMPTS[0], 100)
+    driver.add("first", PROMPTS[0], 80)
     driver.until(driver.generated("first", 7))
     driver.add("second", PROMPTS[1], 60)
-    driver.add("victim", PROMPTS[3], 100)
+    driver.add("victim", PROMPTS[3], 80)
     driver.until(driver.generated("second", 5))
     driver.add("third", CHUNKED, 20)
     driver.step()
@@ -171,25 +175,25 @@ def test_rows_come_and_go_while_others_decode(architecture: str) -> None:
     driver.until(driver.generated("third", 3))
     driver.add("fourth", PROMPTS[4], 1)
     driver.run()
-    assert driver.tokens["first"] == expected(architecture, PROMPTS[0], 100)
+    assert driver.tokens["first"] == expected(architecture, PROMPTS[0], 80)
     assert driver.tokens["second"] == expected(architecture, PROMPTS[1], 60)
     assert driver.tokens["third"] == expected(architecture, tuple(CHUNKED), 20)
     assert driver.tokens["fourth"] == expected(architecture, PROMPTS[4], 1)
     victim = driver.tokens["victim"]
-    assert victim == expected(architecture, PROMPTS[3], 100)[: len(victim)]
+    assert victim == expected(architecture, PROMPTS[3], 80)[: len(victim)]
 
 
-@pytest.mark.parametrize("steps", [0, 1, 2, 3, 4, 5, 8, 40])
+@pytest.mark.parametrize("steps", [0, 1, 2, 3, 5, 30])
 def test_company_at_any_moment_changes_nothing(architecture: str, steps: int) -> None:
     """The solo row moves into the batch: before its prefill, within it, at its end, while it decodes."""
     driver = Driver(shared_engine(architecture))
-    driver.add("solo", CHUNKED, 50)
+    driver.add("solo", CHUNKED, 40)
     for _ in range(steps):
         driver.step()
-    driver.add("other", PROMPTS[0], 50)
+    driver.add("other", PROMPTS[0], 40)
     driver.run()
-    assert driver.tokens["solo"] == expected(architecture, tuple(CHUNKED), 50)
-    assert driver.tokens["other"] == expected(architecture, PROMPTS[0], 50)
+    assert driver.tokens["solo"] == expected(architecture, tuple(CHUNKED), 40)
+    assert driver.tokens["other"] == expected(architecture, PROMPTS[0], 40)
     assert driver.engine.engine_for(b"other") in ("batch", "text")
 
 
@@ -218,7 +222,7 @@ def test_a_row_left_alone_goes_back_to_solo(drive: Driver) -> None:
     assert drive.tokens["late"] == expected("qwen3", PROMPTS[2], 10)
 
 
-@pytest.mark.parametrize("cut", [1, 2, 17, 39])
+@pytest.mark.parametrize("cut", [1, 17, 39])
 @pytest.mark.parametrize("company", [False, True])
 def test_a_resumed_row_goes_on_with_the_same_tokens(architecture: str, cut: int, company: bool) -> None:
     driver = Driver(shared_engine(architecture))
@@ -278,10 +282,10 @@ def test_a_running_row_is_not_starved_by_a_long_prompt(drive: Driver) -> None:
     drive.add("stream", PROMPTS[0], 400)
     drive.until(drive.generated("stream", 5))
     drive.log.clear()
-    drive.add("long", CHUNKED * 3, 5)
+    drive.add("long", CHUNKED * 2, 5)
     drive.until(drive.generated("long", 1))
     assert drive.log.count("stream") >= len(drive.prefill["long"]) - 1
     assert len(drive.prefill["long"]) > 4
     drive.drop("stream")
     drive.run()
-    assert drive.tokens["long"] == expected("qwen3", tuple(CHUNKED * 3), 5)
+    assert drive.tokens["long"] == expected("qwen3", tuple(CHUNKED * 2), 5)

@@ -116,8 +116,7 @@ loader.open_engine = planted
 def test_statistics_while_busy_show_the_rates(short_tmp: Path, tiny_model: Path) -> None:
     with loaded_worker(short_tmp, tiny_model) as worker:
         worker.generate(prompt="go on", max_tokens=8000)
-        stats = worker.until_stats(lambda stats: stats.decode_tokens_per_second > 0)
-        assert stats.phase == "decode"
+        stats = worker.until_stats(lambda s: s.decode_tokens_per_second > 0 and s.phase == "decode")
         assert stats.engine == "text"
 
 
