@@ -9,7 +9,7 @@ from pathlib import Path
 from . import report
 from .bench import open_bench
 from .figures import FIGURES
-from .machine import describe
+from .machine import Bystanders, describe
 from .measure import Figure
 
 
@@ -23,12 +23,13 @@ def main() -> None:
     rounds = options.rounds or (2 if options.quick else 7)
     found: list[Figure] = []
     with open_bench(rounds, quick=options.quick) as bench:
-        about = describe(bench.library.pid)
+        bystanders = Bystanders()
         for name in options.only or FIGURES:
             print(f"{name} …", file=sys.stderr, flush=True)
             found += FIGURES[name](bench)
-            print(report.table(found[-1:]).splitlines()[-1], file=sys.stderr, flush=True)
-    text = report.block(found, about, rounds)
+        others = f"{rounds} rounds; other processes took {bystanders.cores():.2f} cores meanwhile"
+        about = [*describe(bench.library.pid), others]
+    text = report.block(found, about)
     print(text)
     if options.write is not None:
         report.write(options.write, text)

@@ -21,9 +21,7 @@ class Daemon:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         began = time.perf_counter()
-        self._process = subprocess.Popen(
-            [*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.DEVNULL
-        )
+        self._process = subprocess.Popen([*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.DEVNULL)
         self.client = self._connect(began + READY_WITHIN_S)
         self.ready_s = time.perf_counter() - began
         """From the start of the process to its first answer."""

@@ -23,7 +23,9 @@ class Streamed(NamedTuple):
     first: float
     """From the call to the first token."""
     rate: float
-    """Tokens a second after the first."""
+    """Tokens a second after the first ones."""
+    early: int = 1
+    """Tokens that came together as the first."""
 
 
 class Batched(NamedTuple):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
+import time
 from importlib import metadata
 from pathlib import Path
 
@@ -38,6 +40,32 @@ def mapped(pid: int) -> set[Path]:
         return set()
     lines = (line.split(maxsplit=5) for line in maps.read_text().splitlines())
     return {Path(parts[5]) for parts in lines if len(parts) == 6 and "/" in parts[5]}
+
+
+class Bystanders:
+    """How much of the machine processes other than ours have used, since it was made."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._others = self._seconds()
+
+    def cores(self) -> float:
+        """On average, in cores. To be asked while our processes still live."""
+        return max(0.0, (self._seconds() - self._others) / (time.monotonic() - self._began))
+
+    @staticmethod
+    def _seconds() -> float:
+        """Processor seconds of everybody since the machine started, less those of this process and its children."""
+        everybody = psutil.cpu_times()
+        idle = everybody.idle + getattr(everybody, "iowait", 0.0)
+        guests = getattr(everybody, "guest", 0.0) + getattr(everybody, "guest_nice", 0.0)
+        here = psutil.Process()
+        ours = 0.0
+        for process in [here, *here.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                ours += times.user + times.system + times.children_user + times.children_system
+        return sum(everybody) - idle - guests - ours
 
 
 def _cpu() -> str:

@@ -21,10 +21,9 @@ def table(figures: Sequence[Figure]) -> str:
     return "\n".join(lines)
 
 
-def block(figures: Sequence[Figure], about: Sequence[str], rounds: int) -> str:
+def block(figures: Sequence[Figure], about: Sequence[str]) -> str:
     """Table and surroundings, as printed and as written."""
-    when = time.strftime("%Y-%m-%d")
-    head = "\n".join(f"- {line}" for line in [*about, f"{when}, {rounds} rounds"])
+    head = "\n".join(f"- {line}" for line in [time.strftime("%Y-%m-%d"), *about])
     return f"{head}\n\n{table(figures)}\n"
 
 

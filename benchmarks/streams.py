@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ def stream(client: Client, prompt: str | list[int], max_tokens: int) -> Streamed
             first, early = last, len(snap.tokens)
         tokens += snap.tokens
     rate = (len(tokens) - early) / (last - first) if last > first else 0.0
-    return Streamed(tokens, first - began, rate)
+    return Streamed(tokens, first - began, rate, early)
 
 
 def batch(client: Client, prompts: Sequence[str], max_tokens: int) -> Batched:
@@ -69,8 +70,7 @@ class Reader:
 
     def gaps(self, start: float, end: float) -> list[float]:
         """Times between neighbouring snaps of which any part lies between `start` and `end`."""
-        pairs = zip(self.times, self.times[1:], strict=False)
-        return [b - a for a, b in pairs if b >= start and a <= end]
+        return [b - a for a, b in itertools.pairwise(self.times) if b >= start and a <= end]
 
     def _read(self) -> None:
         try:

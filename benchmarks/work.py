@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-_WORDS = (
-    "harbour lamp tide engineer brakes walnut village bridge river door water ship key question answer colour "
-    "weather train bread library letter mountain number boat stone garden window winter road market"
-).split()
+from tests.support.tiny_models import CORPUS
+
+_WORDS = [word for word in CORPUS.split() if word.isascii() and word.isalpha()]
 
 
 def text_prompt(seed: int, words: int = 8) -> str:

@@ -5,7 +5,9 @@ Both drive a `ClientCore` and decide nothing. The only client file that touches 
 
 from __future__ import annotations
 
+import math
 import os
+import select
 import socket
 import threading
 import time
@@ -54,6 +56,14 @@ def is_drop(event: list[bytes]) -> bool:
     return parse_monitor_message(event)["event"] == zmq.EVENT_DISCONNECTED
 
 
+def _events(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.EVENTS))  # pyright: ignore[reportArgumentType]
+
+
+def _descriptor(socket: zmq.Socket[bytes]) -> int:
+    return int(socket.getsockopt(zmq.FD))  # pyright: ignore[reportArgumentType]
+
+
 class Wire:
     """One socket to the daemon, with its connection's end reported and an outbox for what it cannot take yet."""
 
@@ -64,6 +74,10 @@ class Wire:
         self.outbox: deque[list[bytes]] = deque()
         self._owner = threading.get_ident()
         self.socket.connect(f"ipc://{path}")
+        self.descriptor = _descriptor(self.socket)
+        self.monitor_descriptor = _descriptor(self.monitor)
+        self.unsure = True
+        """A message may wait that the edge-triggered descriptor no longer tells of. `receive` settles it."""
 
     def send(self, frame: list[bytes]) -> None:
         self.outbox.append(frame)
@@ -72,6 +86,7 @@ class Wire:
     def flush(self) -> None:
         assert threading.get_ident() == self._owner, "a zmq socket has one thread"
         while self.outbox and not self.socket.closed:
+            self.unsure = True
             try:
                 self.socket.send_multipart(self.outbox[0], zmq.NOBLOCK)
             except zmq.Again:
@@ -83,12 +98,13 @@ class Wire:
         try:
             return self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
+            self.unsure = False
             return None
 
     def dropped(self) -> bool:
         """Whether the monitor has reported the connection's end."""
         ended = False
-        while self.monitor.poll(0):
+        while _events(self.monitor) & zmq.POLLIN:
             ended = is_drop(self.monitor.recv_multipart(zmq.NOBLOCK)) or ended
         return ended
 
@@ -113,6 +129,8 @@ class ThreadDriver:
         self._stopping = False
         self._closed = False
         self._wire: Wire | None = None
+        self._poll = select.poll()
+        self._poll.register(self._wake_read, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="bulkhead-client", daemon=True)
         self._thread.start()
 
@@ -159,37 +177,36 @@ class ThreadDriver:
             while self._inputs:  # posted in the last moment: their sinks hear of it too
                 self._inputs.popleft()(self._core, time.monotonic())
             self._core.close()
-            if self._wire is not None:
-                self._wire.close()
+            self._drop_wire()
             context.term()  # bounded by the linger of the socket
 
     def _step(self, context: Context) -> None:
         self._perform(context)
         now = time.monotonic()
         until = self._core.wait_until(now)
-        self._wait(None if until is None else max(0.0, until - now))
+        dropped = self._wait(None if until is None else max(0.0, until - now))
         now = time.monotonic()
         if self._wire is not None:
-            self._receive(self._wire, now)
+            self._receive(self._wire, now, dropped=dropped)
         while self._inputs:
             self._inputs.popleft()(self._core, now)
         self._core.tick(now)
 
-    def _wait(self, timeout: float | None) -> None:
-        poller = zmq.Poller()
-        poller.register(self._wake_read, zmq.POLLIN)
-        if self._wire is not None:
-            poller.register(self._wire.monitor, zmq.POLLIN)
-            poller.register(self._wire.socket, zmq.POLLIN | (zmq.POLLOUT if self._wire.outbox else 0))
-        poller.poll(None if timeout is None else int(timeout * 1000) + 1)
+    def _wait(self, timeout: float | None) -> bool:
+        """Wait for a frame, a caller, or time. Whether the connection has ended."""
+        wire = self._wire
+        if wire is not None and wire.unsure:
+            timeout = 0.0
+        ready = self._poll.poll(None if timeout is None else math.ceil(timeout * 1000))
+        dropped = wire is not None and any(fd == wire.monitor_descriptor for fd, _ in ready) and wire.dropped()
         with self._lock:  # between a poster's mark and its byte there is nothing to read
             if self._signalled:
                 os.read(self._wake_read, 64)
                 self._signalled = False  # before the inputs are taken: a later post wakes again
+        return dropped
 
-    def _receive(self, wire: Wire, now: float) -> None:
+    def _receive(self, wire: Wire, now: float, *, dropped: bool) -> None:
         """What has arrived, first of all; the connection's end only after it."""
-        dropped = wire.dropped()
         for _ in range(BATCH if not dropped else 1_000_000):
             parts = wire.receive()
             if parts is None:
@@ -206,14 +223,21 @@ class ThreadDriver:
                     if self._wire is not None:
                         self._wire.send(action)
                     continue
-                if self._wire is not None:
-                    self._wire.close()
-                    self._wire = None
+                self._drop_wire()
                 if isinstance(action, Connect):
                     if why := why_not_there(self._path):
                         self._core.lost(why, time.monotonic(), refused=True)
                         break
                     self._wire = Wire(context, self._path)
+                    self._poll.register(self._wire.descriptor, select.POLLIN)
+                    self._poll.register(self._wire.monitor_descriptor, select.POLLIN)
+
+    def _drop_wire(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            self._poll.unregister(wire.descriptor)
+            self._poll.unregister(wire.monitor_descriptor)
+            wire.close()
 
 
 def watch_tap(path: Path) -> Iterator[list[bytes]]:

@@ -34,7 +34,7 @@ from .policy.lifecycle import Budgets, State
 from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
 from .spares import SparePool
-from .spawn import DEFAULT_COMMAND
+from .spawn import DEFAULT_COMMAND, free_memory
 from .supervisor import Host, OnProgress, Supervisor
 from .tap import Tap
 from .views import Result
@@ -102,6 +102,8 @@ class Orchestrator:
                 drain_s=limits.drain_s,
             ),
             restart=self.config.restart,
+            aborts={},
+            free_memory=free_memory,
         )
         self._started_at = time.monotonic()
         self._tick()

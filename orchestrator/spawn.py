@@ -190,6 +190,11 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     return base
 
 
+def free_memory() -> int:
+    """Bytes that the host can give to a new process without swapping, as the system estimates it."""
+    return int(psutil.virtual_memory().available)
+
+
 def created_at(pid: int) -> float | None:
     """When a process was started, by which a recycled pid is told from the old one; None if it is gone."""
     try:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import random
+import signal
 import time
 from collections import deque
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from .incarnation import Incarnation, Plant
 from .log_ring import LogRing
 from .policy import health, lifecycle
 from .policy.lifecycle import Budgets, Effect, Model, State
-from .policy.restart import RestartPolicy
+from .policy.restart import RestartPolicy, is_victim
 from .requests import LiveRequest, RequestTable
 from .run_dir import log_path
 from .spares import SparePool
@@ -50,6 +51,10 @@ class Host(NamedTuple):
     table: RequestTable
     budgets: Budgets
     restart: RestartPolicy
+    aborts: dict[str, float]
+    """Model → when its worker last aborted by its own fault (monotonic seconds)."""
+    free_memory: Callable[[], int]
+    """Bytes that the host can give away now."""
 
 
 class Supervisor:
@@ -72,6 +77,8 @@ class Supervisor:
         self._load_waiters: list[asyncio.Future[WorkerInfo]] = []
         self._unload_waiters: list[asyncio.Future[None]] = []
         self._watchers: list[OnProgress] = []
+        self._footprint = 0
+        """Bytes that the last worker took; a restart needs as much."""
         self._health = health.Health.FINE
         self._forgiven_until = 0.0
         self._frames_refused = 0
@@ -284,8 +291,17 @@ class Supervisor:
         return self._model.problem or lifecycle.Problem(ErrorCode.UNLOADED, "the model was unloaded")
 
     def _spawn(self) -> None:
-        """Take a warm spare, or start a process."""
+        """Take a warm spare, or start a process, if the host has the memory that the last worker took."""
         self.info = None
+        free = self._host.free_memory()
+        if free < self._footprint:
+            self._events.append(
+                lifecycle.NoRoom(
+                    f"{free / 2**20:.0f} MiB of memory are free on this host; the last worker of {self.name!r} took "
+                    f"{self._footprint / 2**20:.0f} MiB. Unload another model or end another program"
+                )
+            )
+            return
         spare = self._host.spares.take(self.load)
         if spare is not None:
             spare.adopt(self, self.name, self._log)
@@ -328,6 +344,7 @@ class Supervisor:
                 refusal = worker.refusal_of(message)
                 self._post(lifecycle.HelloGood() if refusal is None else lifecycle.HelloBad(refusal))
             case (Heartbeat(), _):
+                self._footprint = max(message.stats.memory.footprint, message.stats.memory.mlx_active)
                 if not self._model.stable and message.stats.requests_done > 0:
                     self._post(lifecycle.Stepped())
             case (LoadProgress(), State.LOADING):
@@ -353,7 +370,11 @@ class Supervisor:
         assert worker is not None
         self._frames_refused += worker.frames_refused
         log.info("%s: worker %d ended: %s", self.name, worker.pid, describe_exit(returncode))
-        self._post(lifecycle.Exited(returncode, worker.last_words(), random.random()))
+        now = time.monotonic()
+        victim = is_victim(self._host.aborts, self.name, returncode, now)
+        if returncode == -signal.SIGABRT and not victim:
+            self._host.aborts[self.name] = now
+        self._post(lifecycle.Exited(returncode, worker.last_words(), random.random(), victim))
 
     def _check_health(self) -> None:
         now = time.monotonic()

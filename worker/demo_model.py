@@ -151,7 +151,8 @@ def _write_json(path: Path, value: dict[str, Any]) -> None:
 def _convert(source: Path, target: Path, dtype: str, architecture: str) -> None:
     import mlx.core as mx
 
-    tensors, metadata = mx.load(str(source), return_metadata=True)
+    loaded: Any = mx.load(str(source), return_metadata=True)  # its type does not know of return_metadata
+    tensors, metadata = loaded
     if metadata.get("general.architecture") != "llama" or metadata.get("tokenizer.ggml.model") != "gpt2":
         raise ValueError(f"{source} is not a llama model with a byte-level BPE tokenizer")
     config = _config(metadata, dtype, architecture)

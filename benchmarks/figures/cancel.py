@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 
@@ -125,5 +126,5 @@ def _chunks(bench: Bench, prompt: list[int]) -> list[float]:
                 break
             if snap.phase == "prefill":
                 times.append(streams.now())
-    gaps = [(b - a) * 1e3 for a, b in zip(times, times[1:], strict=False)]
+    gaps = [(b - a) * 1e3 for a, b in itertools.pairwise(times)]
     return gaps[1:-1] or gaps

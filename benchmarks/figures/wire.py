@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zmq
-
 from mlx_bulkhead.protocol import codec
 from mlx_bulkhead.protocol.commands import Generate
 from mlx_bulkhead.protocol.events import Done, Failed, Snapshot

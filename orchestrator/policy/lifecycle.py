@@ -6,173 +6,65 @@ edges; `docs/lifecycle.md` shows them as a table, and a test holds the two toget
 
 from __future__ import annotations
 
-from enum import StrEnum
-from typing import Literal
-
 import msgspec
 
 from ...protocol.errors import ErrorCode
 from ...protocol.exit_codes import describe_exit
+from .lifecycle_values import (
+    After,
+    Budgets,
+    Effect,
+    Event,
+    Exited,
+    HelloBad,
+    HelloGood,
+    Idle,
+    LoadEnded,
+    LoadMoved,
+    LoadRefused,
+    Model,
+    NoRoom,
+    Problem,
+    RestartAsked,
+    Spawned,
+    SpawnFailed,
+    Stalled,
+    State,
+    Stepped,
+    Tick,
+    Unwanted,
+    Wanted,
+)
 from .restart import GiveUp, RestartHistory, RestartPolicy, decide
 
-
-class State(StrEnum):
-    """Where a model is."""
-
-    STOPPED = "STOPPED"
-    SPAWNING = "SPAWNING"
-    HANDSHAKING = "HANDSHAKING"
-    LOADING = "LOADING"
-    READY = "READY"
-    DRAINING = "DRAINING"
-    STOPPING = "STOPPING"
-    BACKOFF = "BACKOFF"
-    FAILED = "FAILED"
-
-
-class Budgets(msgspec.Struct, frozen=True):
-    """Seconds that each wait may take."""
-
-    hello_s: float = 60.0
-    load_silence_s: float = 600.0
-    """Longest silence of a load; every progress starts it anew."""
-    polite_s: float = 2.0
-    """From the Shutdown message to SIGTERM."""
-    term_s: float = 2.0
-    """From SIGTERM to SIGKILL."""
-    drain_s: float = 30.0
-
-
-class Problem(msgspec.Struct, frozen=True):
-    """Why a model is not there, for those who wait for it."""
-
-    code: ErrorCode
-    message: str
-
-
-After = Literal["stopped", "failed", "spawn", "crash"]
-"""What follows once a STOPPING process is gone."""
-
-
-class Model(msgspec.Struct, frozen=True):
-    """Everything that decisions depend on."""
-
-    state: State = State.STOPPED
-    incarnation: int = 0
-    history: RestartHistory = RestartHistory()
-    deadline: float | None = None
-    """When `Tick` has something to do in this state; None: never."""
-    after: After = "stopped"
-    rung: int = 0
-    """In STOPPING: 0 asked, 1 SIGTERM sent, 2 SIGKILL sent."""
-    problem: Problem | None = None
-    """The cause of FAILED, BACKOFF or of a STOPPING that ends there."""
-    stable: bool = False
-    """This incarnation has completed real steps."""
-    last_exit: str = ""
-    crashes: int = 0
-    restarts: int = 0
-
-
-class Event(msgspec.Struct, frozen=True):
-    """Base of what can happen to a model."""
-
-
-class Wanted(Event, frozen=True):
-    """Somebody asks for the model: an explicit load, or (`explicit` False) a request for it."""
-
-    explicit: bool = True
-
-
-class Unwanted(Event, frozen=True):
-    """Unload. With `drain`, running requests may finish first."""
-
-    drain: bool = False
-
-
-class RestartAsked(Event, frozen=True):
-    """Replace the worker on purpose. Not counted as a crash."""
-
-
-class Spawned(Event, frozen=True):
-    """The process runs."""
-
-
-class SpawnFailed(Event, frozen=True):
-    """The process could not be started."""
-
-    message: str
-
-
-class HelloGood(Event, frozen=True):
-    """The right worker, with the right protocol version, said Hello."""
-
-
-class HelloBad(Event, frozen=True):
-    """Wrong protocol version or somebody else's incarnation: starting again would not help."""
-
-    message: str
-
-
-class LoadMoved(Event, frozen=True):
-    """The load made progress."""
-
-
-class LoadEnded(Event, frozen=True):
-    """The model is loaded."""
-
-
-class LoadRefused(Event, frozen=True):
-    """The worker says that the model cannot be loaded; the process ends next."""
-
-    problem: Problem
-
-
-class Stepped(Event, frozen=True):
-    """The worker completed real steps since its start."""
-
-
-class Stalled(Event, frozen=True):
-    """The health policy says so."""
-
-    message: str
-
-
-class Idle(Event, frozen=True):
-    """No request is running any more."""
-
-
-class Exited(Event, frozen=True):
-    """The process is gone and reaped. `detail` is what else is known: last stats, last lines."""
-
-    returncode: int
-    detail: str
-    dice: float
-
-
-class Tick(Event, frozen=True):
-    """Time passed; deadlines may be due."""
-
-
-class Effect(StrEnum):
-    """All that can be asked of the supervisor. The complete list of side effects."""
-
-    SPAWN = "spawn"
-    SEND_LOAD = "send_load"
-    DISPATCH = "dispatch"
-    """Send the waiting requests to the READY worker."""
-    SAVE_REQUESTS = "save_requests"
-    """The worker is gone: resume, keep or fail each request that it had."""
-    FAIL_REQUESTS = "fail_requests"
-    """End every request of the model with `problem`."""
-    ASK_TO_END = "ask_to_end"
-    ASK_TO_DRAIN = "ask_to_drain"
-    TERMINATE = "terminate"
-    KILL = "kill"
-    TELL_LOADED = "tell_loaded"
-    TELL_LOAD_FAILED = "tell_load_failed"
-    TELL_UNLOADED = "tell_unloaded"
-
+__all__ = [
+    "After",
+    "Budgets",
+    "Effect",
+    "Event",
+    "Exited",
+    "HelloBad",
+    "HelloGood",
+    "Idle",
+    "IllegalEdge",
+    "LoadEnded",
+    "LoadMoved",
+    "LoadRefused",
+    "Model",
+    "NoRoom",
+    "Problem",
+    "RestartAsked",
+    "RestartHistory",
+    "SpawnFailed",
+    "Spawned",
+    "Stalled",
+    "State",
+    "Stepped",
+    "Tick",
+    "Unwanted",
+    "Wanted",
+    "advance",
+]
 
 Decision = tuple[Model, tuple[Effect, ...]]
 
@@ -204,6 +96,8 @@ def advance(model: Model, event: Event, now: float, budgets: Budgets, policy: Re
             return _stalled(model, event, now, budgets)
         case SpawnFailed():
             return _spawn_failed(model, event, now, policy)
+        case NoRoom():
+            return _no_room(model, event, now, budgets)
         case _:
             return _news(model, event, now, budgets)
 
@@ -281,6 +175,8 @@ def _tick(model: Model, now: float, budgets: Budgets) -> Decision:
     if model.deadline is None or now < model.deadline:
         return model, ()
     match model.state:
+        case State.BACKOFF if model.room_until is not None:
+            return _spawning(model)
         case State.BACKOFF:
             return _spawning(model, restarts=model.restarts + 1)
         case State.HANDSHAKING:
@@ -307,6 +203,19 @@ def _spawn_failed(model: Model, event: SpawnFailed, now: float, policy: RestartP
     return _ended(model, None, problem, now, 0.5, policy)
 
 
+def _no_room(model: Model, event: NoRoom, now: float, budgets: Budgets) -> Decision:
+    """Wait for memory, but not for ever: then everybody gets an answer with the numbers."""
+    if model.state is not State.SPAWNING:
+        raise IllegalEdge(f"NoRoom in state {model.state}")
+    problem = Problem(ErrorCode.OUT_OF_MEMORY, event.message)
+    until = model.room_until if model.room_until is not None else now + budgets.room_s
+    if now >= until:
+        after = _to(model, State.FAILED, problem=problem, room_until=None)
+        return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED)
+    after = _to(model, State.BACKOFF, problem=problem, room_until=until, deadline=now + budgets.room_check_s)
+    return after, ()
+
+
 def _exited(model: Model, event: Exited, now: float, policy: RestartPolicy) -> Decision:
     words = describe_exit(event.returncode)
     model = msgspec.structs.replace(model, last_exit=words)
@@ -326,7 +235,7 @@ def _exited(model: Model, event: Exited, now: float, policy: RestartPolicy) -> D
     model = msgspec.structs.replace(model, crashes=model.crashes + 1)
     if model.state is State.DRAINING:
         return _stopped(msgspec.structs.replace(model, after="stopped", problem=problem))
-    return _ended(model, event.returncode, problem, now, event.dice, policy)
+    return _ended(model, event.returncode, problem, now, event.dice, policy, victim=event.victim)
 
 
 def _stopped(model: Model) -> Decision:
@@ -344,10 +253,19 @@ def _stopped(model: Model) -> Decision:
 
 
 def _ended(
-    model: Model, returncode: int | None, problem: Problem, now: float, dice: float, policy: RestartPolicy
+    model: Model,
+    returncode: int | None,
+    problem: Problem,
+    now: float,
+    dice: float,
+    policy: RestartPolicy,
+    *,
+    victim: bool = False,
 ) -> Decision:
     """A process ended, or could not start, without being asked to."""
-    verdict = decide(policy, model.history, returncode=returncode, was_stable=model.stable, now=now, dice=dice)
+    verdict = decide(
+        policy, model.history, returncode=returncode, was_stable=model.stable, now=now, dice=dice, victim=victim
+    )
     model = msgspec.structs.replace(model, history=verdict.history)
     if isinstance(verdict, GiveUp):
         problem = Problem(problem.code, f"{problem.message}. Not restarted: {verdict.reason}")
@@ -366,7 +284,7 @@ def _news(model: Model, event: Event, now: float, budgets: Budgets) -> Decision:
         case (State.STOPPING, _):
             return model, ()
         case (State.SPAWNING, Spawned()):
-            return _to(model, State.HANDSHAKING, deadline=now + budgets.hello_s), ()
+            return _to(model, State.HANDSHAKING, deadline=now + budgets.hello_s, room_until=None), ()
         case (State.HANDSHAKING, HelloGood()):
             return _to(model, State.LOADING, deadline=now + budgets.load_silence_s), (Effect.SEND_LOAD,)
         case (State.HANDSHAKING, HelloBad(message)):

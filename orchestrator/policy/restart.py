@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+
 import msgspec
 
 from ...protocol.exit_codes import may_restart
@@ -38,6 +40,20 @@ class GiveUp(msgspec.Struct, frozen=True):
     history: RestartHistory
 
 
+VICTIM_WINDOW_S = 2.0
+"""A reset of the GPU ends all processes that use it, the cause first."""
+
+
+def is_victim(deaths: dict[str, float], name: str, returncode: int, now: float) -> bool:
+    """Whether an abort followed so shortly on another model's that it was a reset of the GPU by that one.
+
+    Args:
+        deaths: model → when its worker last aborted without being a victim itself (monotonic seconds).
+    """
+    others = (at for other, at in deaths.items() if other != name)
+    return returncode == -signal.SIGABRT and any(0.0 <= now - at <= VICTIM_WINDOW_S for at in others)
+
+
 def delay_for(policy: RestartPolicy, unstable: int, dice: float) -> float:
     """Seconds before the next start. `dice` is a random number in [0, 1); the first retry is immediate."""
     if unstable == 0:
@@ -54,17 +70,21 @@ def decide(
     was_stable: bool,
     now: float,
     dice: float,
+    victim: bool = False,
 ) -> Retry | GiveUp:
     """What to do about a worker that ended without being asked to.
 
     Args:
         returncode: as `subprocess` gives it; None when the process could not even be started.
         was_stable: it had completed real steps, so that trouble starts to be counted anew for the delay.
+        victim: another worker's fault took this one along (`is_victim`); it is not counted against it.
         now, dice: the clock (monotonic seconds) and a random number in [0, 1), passed in.
     """
     recent = tuple(t for t in history.times if now - t < policy.window_s)
     if returncode is not None and not may_restart(returncode):
         return GiveUp("a fresh process would end the same way", RestartHistory(recent, history.unstable))
+    if victim:
+        return Retry(now + delay_for(policy, 1, dice), RestartHistory(recent, history.unstable))
     if len(recent) >= policy.max_restarts:
         reason = f"{len(recent)} restarts within {policy.window_s:g} s; the limit is {policy.max_restarts}"
         return GiveUp(reason, RestartHistory(recent, history.unstable))

@@ -111,6 +111,23 @@ def test_crash_loop_ends_in_failed_with_words() -> None:
     assert Effect.TELL_LOAD_FAILED in effects
 
 
+def test_a_restart_waits_for_memory_but_not_for_ever() -> None:
+    model, _ = walk(*UP, DEAD)
+    assert model.state is State.SPAWNING
+    model, effects = lc.advance(model, lc.NoRoom("1 MiB free"), 0.0, BUDGETS, POLICY)
+    assert model.state is State.BACKOFF
+    now = 0.0
+    while model.state is not State.FAILED:
+        assert model.deadline is not None
+        now = model.deadline
+        model, _ = lc.advance(model, lc.Tick(), now, BUDGETS, POLICY)
+        assert model.state is State.SPAWNING
+        model, effects = lc.advance(model, lc.NoRoom("1 MiB free"), now, BUDGETS, POLICY)
+    assert now == pytest.approx(BUDGETS.room_s)
+    assert model.problem == lc.Problem(ErrorCode.OUT_OF_MEMORY, "1 MiB free")
+    assert Effect.FAIL_REQUESTS in effects
+
+
 def test_failed_is_left_by_an_explicit_load_only() -> None:
     failed = Model(state=State.FAILED, problem=PROBLEM)
     after, effects = lc.advance(failed, lc.Wanted(explicit=False), 0.0, BUDGETS, POLICY)
@@ -139,8 +156,8 @@ def _reachable_edges() -> set[tuple[str, str]]:
     events: list[lc.Event] = [
         lc.Wanted(), lc.Wanted(explicit=False), lc.Unwanted(), lc.Unwanted(drain=True), lc.RestartAsked(),
         lc.Spawned(), lc.SpawnFailed("no"), lc.HelloGood(), lc.HelloBad("no"), lc.LoadMoved(), lc.LoadEnded(),
-        lc.LoadRefused(PROBLEM), lc.Stepped(), lc.Stalled("s"), lc.Idle(), DEAD, lc.Exited(0, "", 0.5),
-        lc.Exited(42, "", 0.5), lc.Tick(),
+        lc.NoRoom("no room"), lc.LoadRefused(PROBLEM), lc.Stepped(), lc.Stalled("s"), lc.Idle(), DEAD,
+        lc.Exited(0, "", 0.5), lc.Exited(42, "", 0.5), lc.Tick(),
     ]  # fmt: skip
     histories = (lc.RestartHistory(), lc.RestartHistory((0.0,), 1), lc.RestartHistory((0.0, 0.0, 0.0), 3))
     edges: set[tuple[str, str]] = set()

@@ -12,6 +12,7 @@ from mlx_bulkhead.orchestrator.policy.restart import (
     Retry,
     decide,
     delay_for,
+    is_victim,
 )
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
 
@@ -62,6 +63,28 @@ def test_only_real_steps_reset_the_delay() -> None:
     assert isinstance(stable, Retry)
     assert shaky.at == pytest.approx(102.0)
     assert stable.at == 100.0
+
+
+def test_a_victim_of_another_workers_gpu_reset_is_not_charged() -> None:
+    history = RestartHistory(times=(0.0, 1.0, 2.0), unstable=3)
+    verdict = decide(POLICY, history, returncode=-6, was_stable=True, now=3.0, dice=0.5, victim=True)
+    assert isinstance(verdict, Retry)
+    assert verdict.history == history
+    assert isinstance(crash(history, 3.0, code=-6), GiveUp)
+
+
+@pytest.mark.parametrize(
+    ("deaths", "code", "victim"),
+    [
+        ({"other": 9.0}, -6, True),
+        ({"other": 7.0}, -6, False),  # too long ago
+        ({"me": 9.9}, -6, False),
+        ({"other": 9.0}, -9, False),  # a GPU reset aborts
+        ({}, -6, False),
+    ],
+)
+def test_who_is_a_victim(deaths: dict[str, float], code: int, victim: bool) -> None:
+    assert is_victim(deaths, "me", code, 10.0) is victim
 
 
 @pytest.mark.parametrize("code", [WorkerExit.LOAD_FAILED, WorkerExit.PROTOCOL_MISMATCH, WorkerExit.BAD_ARGUMENTS])

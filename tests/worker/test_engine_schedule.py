@@ -40,3 +40,8 @@ def test_chunks_approach_the_time_wanted(decoding: bool, fixed: float, per_token
         seconds = fixed + per_token * chunk
         cost = smooth(cost, seconds / chunk)
     assert seconds == pytest.approx(0.035 if decoding else 0.15, rel=0.1)
+
+
+def test_one_slow_step_does_not_shrink_the_chunks_much() -> None:
+    assert smooth(0.001, 0.1) == pytest.approx(0.0015)
+    assert smooth(None, 0.1) == 0.1

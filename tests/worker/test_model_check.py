@@ -277,6 +277,11 @@ def test_a_broken_tokenizer_is_named(tmp_path: Path) -> None:
     assert "added_tokens" in message
 
 
+def test_a_chat_template_that_cannot_be_read() -> None:
+    message = load_problem(model_directory("qwen3"), chat_template="a\n{% for x in %}")
+    assert message.startswith("chat_template, line 2")
+
+
 @pytest.mark.leaks_ok("the hub's client keeps a pool")
 def test_an_id_that_cannot_be_fetched() -> None:
     """The tests run without the hub."""

@@ -163,9 +163,25 @@ def _load_tokenizer(path: Path, load: Load) -> Any:
         # The second key, if a checkpoint has it, names a renderer that would go before any template.
         extra |= {"chat_template": load.chat_template, "chat_template_type": None}
     try:
-        return load_tokenizer(path, extra, eos_token_ids=load_config(path).get("eos_token_id"))
+        tokenizer = load_tokenizer(path, extra, eos_token_ids=load_config(path).get("eos_token_id"))
     except Exception as error:
         raise LoadProblem(f"cannot load the tokenizer in {path}: {short(error)}") from error
+    if load.chat_template is not None:
+        _probe_template(tokenizer)
+    return tokenizer
+
+
+def _probe_template(tokenizer: Any) -> None:
+    """Refuse a template of the load that cannot be read. What it makes of messages is seen with each request."""
+    import jinja2
+
+    try:
+        turns = [{"role": "user", "content": "Hello"}]
+        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    except jinja2.TemplateSyntaxError as error:
+        raise LoadProblem(f"chat_template, line {error.lineno}: {error.message}") from error
+    except Exception as error:
+        _log.warning("chat_template fails on a single user message: %s", error)
 
 
 def _warm_up(path: Path, model: Any) -> int:

@@ -25,6 +25,9 @@ FIRST_SHARED_CHUNK: Final = 32
 FIRST_ALONE_CHUNK: Final = 256
 """While nothing is measured."""
 
+_HICCUP: Final = 2.0
+"""A measurement counts as at most so many times the mean before it."""
+
 _WEIGHT: Final = 0.5
 """Of a new measurement against those before it: the cost a token grows with the context, and quickly."""
 
@@ -45,5 +48,7 @@ def chunk_size(seconds_per_token: float | None, *, prompts: int, decoding: bool,
 
 
 def smooth(before: float | None, measured: float) -> float:
-    """A running mean that follows quickly."""
-    return measured if before is None else before + _WEIGHT * (measured - before)
+    """A running mean that follows quickly, but not a single hiccup of the machine."""
+    if before is None:
+        return measured
+    return before + _WEIGHT * (min(measured, _HICCUP * before) - before)

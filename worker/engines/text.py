@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.generate import generation_stream
 
 from ...protocol.commands import Generate
 from ...protocol.values import Memory, WorkerInfo
@@ -109,7 +110,7 @@ class TextEngine:
         if self._batch is not None:
             self._batch.close()
             self._batch = None
-        mx.synchronize()
+        mx.synchronize(generation_stream)
         mx.clear_cache()
 
     def _place(self) -> list[StepOut]:

@@ -129,12 +129,10 @@ class Bias:
     """Adds a constant to the logits of some tokens and bans others."""
 
     def __init__(self, bias: dict[int, float], banned: Sequence[int], vocabulary: int) -> None:
-        dense = [0.0] * vocabulary
-        for token, value in bias.items():
-            dense[token] = value
-        for token in banned:
-            dense[token] = -math.inf
-        self._dense = mx.array(dense, dtype=mx.float32)
+        values = {**bias, **dict.fromkeys(banned, -math.inf)}
+        ids = mx.array(list(values), dtype=mx.int32)
+        added = mx.array(list(values.values()), dtype=mx.float32)
+        self._dense = mx.zeros((vocabulary,), dtype=mx.float32).at[ids].add(added)
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         return logits + self._dense.astype(logits.dtype)
