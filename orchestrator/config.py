@@ -73,6 +73,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_running: int = 32
     max_queued: int = 256
     stall_budget_s: float = 60.0
+    recycle_requests: int | None = None
+    recycle_age_s: float | None = None
+    recycle_footprint: int | None = None
     deterministic: bool = False
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""

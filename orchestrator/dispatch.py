@@ -15,11 +15,14 @@ _DEATHS = (ErrorCode.WORKER_CRASHED, ErrorCode.WORKER_STALLED)
 class Dispatcher:
     """The requests of one model, between the table and the worker."""
 
-    def __init__(self, table: RequestTable, name: str, send: Callable[[Generate, bytes], None]) -> None:
+    def __init__(self, table: RequestTable, name: str, send: Callable[[Generate, bytes], str]) -> None:
+        """`send` gives the token of the incarnation that it sent to."""
         self._table = table
         self._name = name
         self._send = send
         self.resumed = 0
+        self.held = False
+        """Nothing is sent: the worker is being drained."""
 
     def all(self) -> list[LiveRequest]:
         """The live requests of the model, oldest first."""
@@ -38,21 +41,29 @@ class Dispatcher:
         """Send what waits. Requests that were with a worker when it died are on trial, one at a time and first,
         until they get a token: so the next death has one cause, and the others are spared."""
         requests = self.all()
-        if any(r.on_trial for r in requests):
+        if self.held or any(r.on_trial for r in requests):
             return
         for request in requests:
             if not request.sent:
-                self._table.sent(request)
-                self._send(self._table.resumable(request) if request.restarts else request.message, request.id)
+                message = self._table.resumable(request) if request.restarts else request.message
+                self._table.sent(request, self._send(message, request.id))
                 if request.on_trial:
                     return
 
-    def save(self, problem: Problem, *, crashed: bool) -> None:
+    def busy(self) -> bool:
+        """Whether any worker has a request of this model."""
+        return any(r.sent for r in self.all())
+
+    def of(self, holder: str) -> list[LiveRequest]:
+        """Those that one incarnation has."""
+        return [r for r in self.all() if r.holder == holder]
+
+    def save(self, problem: Problem, holder: str, *, crashed: bool) -> None:
         """The worker is gone. Nothing that a client has seen is repeated, and nothing is dropped."""
         before = self._table.resumed
         if crashed:
-            self._table.charge(self._name)
-        for request in self.all():
+            self._table.charge(self._name, holder)
+        for request in self.of(holder):
             self._table.save(request, problem.code, self._told(request, problem), crashed=crashed)
         self.resumed += self._table.resumed - before
 

@@ -26,6 +26,7 @@ from ..protocol.events import StatsReply
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
 from .channel import open_context
 from .config import Config
+from .crew import Host
 from .frontdoor import FrontDoor
 from .incarnation import Plant
 from .local_stream import LocalStream
@@ -35,7 +36,7 @@ from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
 from .spares import SparePool
 from .spawn import DEFAULT_COMMAND, free_memory
-from .supervisor import Host, OnProgress, Supervisor
+from .supervisor import OnProgress, Supervisor
 from .tap import Tap
 from .views import Result
 

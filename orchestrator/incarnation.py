@@ -80,6 +80,8 @@ class Incarnation:
         self.exiting = ""
         """What the worker said of its own end, empty if it did not."""
         self.frames_refused = 0
+        self.greeted = False
+        """It has said an acceptable `Hello`."""
         self.token = secrets.token_hex(8)
         self._plant = plant
         self._loop = asyncio.get_running_loop()
@@ -102,9 +104,9 @@ class Incarnation:
             raise
         plant.run_dir.note_worker(self.process.pid, self.token)
 
-    def adopt(self, owner: Owner, name: str, log: LogRing) -> None:
-        """A spare gets an owner, and with it its name and its log."""
-        self.owner, self.name = owner, name
+    def adopt(self, name: str, log: LogRing) -> None:
+        """A spare gets the name and the log of a model. Its owner is set by who takes it."""
+        self.name = name
         self.process.log = log
 
     @property
@@ -118,7 +120,7 @@ class Incarnation:
         self._channel.send(kind, request_id, body)
 
     def refusal_of(self, hello: Hello) -> str | None:
-        """Why this `Hello` is not acceptable; None if it is."""
+        """Why this `Hello` is not acceptable; None, and noted, if it is."""
         if hello.protocol != PROTOCOL_VERSION:
             return (
                 f"the worker speaks protocol version {hello.protocol}, this orchestrator {PROTOCOL_VERSION}; "
@@ -126,6 +128,7 @@ class Incarnation:
             )
         if hello.incarnation != self.token or hello.pid != self.pid:
             return "a process that is not this worker said Hello on its endpoint"
+        self.greeted = True
         return None
 
     def health(self, budget_s: float, forgiven_until: float, now: float) -> health.Health:

@@ -56,6 +56,9 @@ class LoadOptions(TypedDict, total=False):
     max_queued: int
     env: Mapping[str, str]
     stall_budget_s: float
+    recycle_requests: int | None
+    recycle_age_s: float | None
+    recycle_footprint: int | None
     deterministic: bool
 
 

@@ -40,8 +40,8 @@ class LiveRequest:
         self.accepted_at = now
         self.last_event_at = now
         self.finished_at = 0.0
-        self.sent = False
-        """A worker has it."""
+        self.holder = ""
+        """The token of the incarnation that has it; empty: none."""
         self.started = False
         """A worker has begun to work on it."""
         self.charge = 0
@@ -57,6 +57,11 @@ class LiveRequest:
     @property
     def model(self) -> str:
         return self.message.model
+
+    @property
+    def sent(self) -> bool:
+        """Whether a worker has it."""
+        return self.holder != ""
 
     @property
     def on_trial(self) -> bool:
@@ -162,17 +167,17 @@ class RequestTable:
         self.frames_refused += 1
         self.fail(request, ErrorCode.PROTOCOL, f"the worker sent a frame that makes no sense: {error}")
 
-    def sent(self, request: LiveRequest) -> None:
+    def sent(self, request: LiveRequest, holder: str) -> None:
         """A worker was given the request."""
-        request.sent = True
+        request.holder = holder
         request.proven = False
 
-    def charge(self, model: str) -> None:
+    def charge(self, model: str, holder: str) -> None:
         """The worker of a model died: charge those of its requests that may be the cause.
 
         If one was on trial it is the cause. Else all that had begun may be, and all that were there are suspects,
         to be tried one at a time."""
-        here = [r for r in self.of_model(model) if r.sent]
+        here = [r for r in self.of_model(model) if r.holder == holder]
         tried = [r for r in here if r.on_trial]
         for request in tried or [r for r in here if r.started]:
             request.charge += 1
@@ -229,7 +234,7 @@ class RequestTable:
             return False
         if not request.sent:
             return True
-        began, request.sent, request.started = request.started, False, False
+        began, request.holder, request.started = request.started, "", False
         if crashed and request.charge > MAX_CHARGE:
             self._quarantine[_prompt_hash(request.message)] = time.monotonic() + QUARANTINE_S
             self.fail(request, problem, f"{message}. Two workers died on this request; it is not tried again")

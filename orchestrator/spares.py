@@ -91,24 +91,23 @@ class _Spare:
 
     def __init__(self, pool: SparePool, plant: Plant, number: int) -> None:
         self._pool = pool
-        self.ready = False
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.incarnation = Incarnation(
             plant, self, name=SPARE_NAME, model="-", number=number, env={}, log=LogRing(), prewarm=True
         )
 
+    @property
+    def ready(self) -> bool:
+        return self.incarnation.greeted and self.incarnation.process.alive
+
     def heard(self, message: Message) -> None:
         """Only a good Hello makes it ready: with it the libraries need not be imported yet, but soon will be."""
-        if isinstance(message, Hello):
-            if self.incarnation.refusal_of(message) is None:
-                self.ready = True
-            else:
-                self.incarnation.process.kill()
+        if isinstance(message, Hello) and self.incarnation.refusal_of(message) is not None:
+            self.incarnation.process.kill()
 
     def stream(self, kind: int, request_id: bytes, body: bytes) -> None:
         """A spare has no requests."""
 
     def exited(self, returncode: int) -> None:
-        self.ready = False
         self.ended.set_result(None)
         self._pool.gone(self)

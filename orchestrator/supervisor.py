@@ -14,7 +14,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -25,15 +25,14 @@ from ..protocol.errors import ErrorCode, error_for
 from ..protocol.events import Exiting, Heartbeat, Hello, Loaded, LoadFailed, LoadProgress
 from ..protocol.exit_codes import describe_exit
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from .crew import Crew, Host
 from .dispatch import Dispatcher
-from .incarnation import Incarnation, Plant
 from .log_ring import LogRing
 from .policy import health, lifecycle
-from .policy.lifecycle import Budgets, Effect, Model, State
-from .policy.restart import RestartPolicy, is_victim
-from .requests import LiveRequest, RequestTable
+from .policy.lifecycle import Effect, Model, State
+from .policy.restart import is_victim
+from .requests import LiveRequest
 from .run_dir import log_path
-from .spares import SparePool
 
 log = logging.getLogger(__name__)
 
@@ -41,20 +40,6 @@ HEALTH_TICK_S = 0.25
 
 _T = TypeVar("_T")
 OnProgress = Callable[[LoadProgress], None]
-
-
-class Host(NamedTuple):
-    """What all supervisors of one orchestrator share."""
-
-    plant: Plant
-    spares: SparePool
-    table: RequestTable
-    budgets: Budgets
-    restart: RestartPolicy
-    aborts: dict[str, float]
-    """Model → when its worker last aborted by its own fault (monotonic seconds)."""
-    free_memory: Callable[[], int]
-    """Bytes that the host can give away now."""
 
 
 class Supervisor:
@@ -66,19 +51,17 @@ class Supervisor:
         self.info: WorkerInfo | None = None
         self.requests_total = 0
         self._host = host
+        self._log = LogRing(log_path(host.plant.run_dir.path, self.name))
         self._requests = Dispatcher(host.table, load.name, self._send)
+        self._crew = Crew(host, self.name, self._requests, self._log, self)
         self._loop = asyncio.get_running_loop()
         self._model = Model()
         self._events: deque[lifecycle.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
-        self._worker: Incarnation | None = None
-        self._log = LogRing(log_path(host.plant.run_dir.path, self.name))
         self._load_waiters: list[asyncio.Future[WorkerInfo]] = []
         self._unload_waiters: list[asyncio.Future[None]] = []
         self._watchers: list[OnProgress] = []
-        self._footprint = 0
-        """Bytes that the last worker took; a restart needs as much."""
         self._health = health.Health.FINE
         self._forgiven_until = 0.0
         self._frames_refused = 0
@@ -147,8 +130,9 @@ class Supervisor:
 
     def cancel(self, request: LiveRequest, reason: CancelReason) -> None:
         """Cancel a request wherever it is."""
-        if request.sent and self._worker is not None and self.state in (State.READY, State.DRAINING):
-            self._worker.send(Cancel(reason=reason), request.id)
+        worker = self._crew.holder(request)
+        if worker is not None and self.state in (State.READY, State.DRAINING):
+            worker.send(Cancel(reason=reason), request.id)
         else:
             self._host.table.end_here(request, reason)
 
@@ -159,6 +143,9 @@ class Supervisor:
 
     def request_closed(self, request: LiveRequest) -> None:
         """A request of this model has ended."""
+        self._crew.request_closed()
+        if self._requests.held and self.state is State.READY and not self._requests.busy():
+            self._post(lifecycle.RestartAsked())  # drained, to be recycled
         if request.suspect and self.state is State.READY:
             self._requests.dispatch()
         if self.state is State.DRAINING and not self._requests.all():
@@ -172,8 +159,8 @@ class Supervisor:
 
     def kill(self) -> None:
         """The last rung of the daemon's own shutdown."""
-        if self._worker is not None:
-            self._worker.process.kill()
+        if self._crew.worker is not None:
+            self._crew.worker.process.kill()
 
     def close(self) -> None:
         """Stop the timers. The process must be gone."""
@@ -184,12 +171,13 @@ class Supervisor:
     @property
     def frames_refused(self) -> int:
         """Junk frames of all incarnations so far."""
-        return self._frames_refused + (self._worker.frames_refused if self._worker is not None else 0)
+        worker = self._crew.worker
+        return self._frames_refused + (worker.frames_refused if worker is not None else 0)
 
     def status(self) -> ModelStatus:
         """One line of `ps`."""
         now = time.monotonic()
-        model, worker = self._model, self._worker
+        model, worker = self._model, self._crew.worker
         line = ModelStatus(
             name=self.name,
             state=model.state.value,
@@ -203,6 +191,7 @@ class Supervisor:
             next_retry_s=max(0.0, model.deadline - now) if model.state is State.BACKOFF and model.deadline else None,
             info=self.info,
             engine=self.info.engine if self.info is not None else "",
+            recycles=self._crew.recycles,
             requests_total=self.requests_total,
             requests_resumed=self._requests.resumed,
             log_tail=self._log.tail(5) if model.state in (State.BACKOFF, State.FAILED) else [],
@@ -239,6 +228,9 @@ class Supervisor:
             before, event, time.monotonic(), self._host.budgets, self._host.restart
         )
         if self._model.state is not before.state:
+            if before.state is State.READY:
+                self._crew.abandon()
+            self._requests.held = False
             log.info("%s: %s -> %s (%s)", self.name, before.state, self._model.state, type(event).__name__)
         for effect in effects:
             self._carry_out(effect)
@@ -262,7 +254,7 @@ class Supervisor:
             case Effect.DISPATCH:
                 self._requests.dispatch()
             case Effect.SAVE_REQUESTS:
-                self._requests.save(self._problem(), crashed=self._model.problem is not None)
+                self._requests.save(self._problem(), self._crew.dead, crashed=self._model.problem is not None)
             case Effect.FAIL_REQUESTS:
                 self._requests.fail_all(self._problem())
             case Effect.ASK_TO_END:
@@ -271,8 +263,8 @@ class Supervisor:
                 if not self._requests.all():
                     self._events.append(lifecycle.Idle())
             case Effect.TERMINATE:
-                if self._worker is not None:
-                    self._worker.process.terminate()
+                if self._crew.worker is not None:
+                    self._crew.worker.process.terminate()
             case Effect.KILL:
                 self.kill()
             case Effect.TELL_LOADED:
@@ -284,48 +276,42 @@ class Supervisor:
                 for waiter in _drain(self._load_waiters):
                     waiter.set_exception(error_for(problem.code.value, problem.message))
             case Effect.TELL_UNLOADED:
-                for waiter in _drain(self._unload_waiters):
-                    waiter.set_result(None)
+                self._crew.when_gone(self._tell_unloaded)
+
+    def _tell_unloaded(self) -> None:
+        for waiter in _drain(self._unload_waiters):
+            waiter.set_result(None)
 
     def _problem(self) -> lifecycle.Problem:
         return self._model.problem or lifecycle.Problem(ErrorCode.UNLOADED, "the model was unloaded")
 
     def _spawn(self) -> None:
-        """Take a warm spare, or start a process, if the host has the memory that the last worker took."""
+        """Start a worker, if the host has the memory that the last one took."""
         self.info = None
-        free = self._host.free_memory()
-        if free < self._footprint:
-            self._events.append(
-                lifecycle.NoRoom(
-                    f"{free / 2**20:.0f} MiB of memory are free on this host; the last worker of {self.name!r} took "
-                    f"{self._footprint / 2**20:.0f} MiB. Unload another model or end another program"
-                )
-            )
-            return
-        spare = self._host.spares.take(self.load)
-        if spare is not None:
-            spare.adopt(self, self.name, self._log)
-            self._worker = spare
-            self._events.extend((lifecycle.Spawned(), lifecycle.HelloGood()))
+        if (message := self._crew.lacks_room()) is not None:
+            self._events.append(lifecycle.NoRoom(message))
             return
         try:
-            self._worker = Incarnation(
-                self._host.plant,
-                self,
-                name=self.name,
-                model=self.load.model,
-                number=self._model.incarnation,
-                env=self.load.env,
-                log=self._log,
-            )
+            worker = self._crew.start(self.load)
         except OSError as error:
             self._events.append(lifecycle.SpawnFailed(str(error)))
-        else:
-            self._events.append(lifecycle.Spawned())
+            return
+        self._events.append(lifecycle.Spawned())
+        if worker.greeted:
+            self._events.append(lifecycle.HelloGood())
 
-    def _send(self, message: Message, request_id: bytes = codec.NO_REQUEST) -> None:
-        if self._worker is not None:
-            self._worker.send(message, request_id)
+    def _send(self, message: Message, request_id: bytes = codec.NO_REQUEST) -> str:
+        """Send to the worker in charge; gives its token."""
+        worker = self._crew.worker
+        if worker is None:
+            return ""
+        worker.send(message, request_id)
+        return worker.token
+
+    def promoted(self, info: WorkerInfo) -> None:
+        """A successor is in charge now; the old worker goes on with what it has."""
+        self.info = info
+        self._post(lifecycle.Replaced())
 
     # ---- what the worker says (Owner) -------------------------------------------------------------------
 
@@ -337,14 +323,14 @@ class Supervisor:
 
     def heard(self, message: Message) -> None:
         """News that fits the state becomes an event; what does not is counted as junk."""
-        worker = self._worker
+        worker = self._crew.worker
         assert worker is not None
         match (message, self.state):
             case (Hello(), State.HANDSHAKING):
                 refusal = worker.refusal_of(message)
                 self._post(lifecycle.HelloGood() if refusal is None else lifecycle.HelloBad(refusal))
             case (Heartbeat(), _):
-                self._footprint = max(message.stats.memory.footprint, message.stats.memory.mlx_active)
+                self._crew.note(message.stats)
                 if not self._model.stable and message.stats.requests_done > 0:
                     self._post(lifecycle.Stepped())
             case (LoadProgress(), State.LOADING):
@@ -366,8 +352,7 @@ class Supervisor:
 
     def exited(self, returncode: int) -> None:
         """The process is gone and reaped."""
-        worker, self._worker = self._worker, None
-        assert worker is not None
+        worker = self._crew.bury()
         self._frames_refused += worker.frames_refused
         log.info("%s: worker %d ended: %s", self.name, worker.pid, describe_exit(returncode))
         now = time.monotonic()
@@ -382,14 +367,18 @@ class Supervisor:
             self._forgiven_until = now + 5.0
         self._last_tick = now
         self._health_timer = self._loop.call_later(HEALTH_TICK_S, self._check_health)
-        if self._worker is None or self.state not in (State.READY, State.DRAINING):
+        worker = self._crew.worker
+        if worker is None or self.state not in (State.READY, State.DRAINING):
             return
-        self._health = self._worker.health(self.load.stall_budget_s, self._forgiven_until, now)
+        self._health = worker.health(self.load.stall_budget_s, self._forgiven_until, now)
         if self._health is health.Health.SUSPENDED:
             self._forgiven_until = now + 5.0
         elif self._health is health.Health.STALLED:
             words = f"the worker made no step for more than {self.load.stall_budget_s:g} s while it had work"
-            self._post(lifecycle.Stalled(words + self._worker.last_words()))
+            self._post(lifecycle.Stalled(words + worker.last_words()))
+        else:
+            if self.state is State.READY and self._crew.consider_recycling(self.load, now):
+                self._post(lifecycle.RestartAsked())
 
 
 def _drain(waiters: list[asyncio.Future[_T]]) -> list[asyncio.Future[_T]]:

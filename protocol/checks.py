@@ -73,11 +73,14 @@ def check_load(load: Load) -> Problem | None:
         ("memory_limit", load.memory_limit, limits.MIB, 2**50),
         ("max_running", load.max_running, 1, 1024),
         ("max_queued", load.max_queued, 0, 100_000),
+        ("recycle_requests", load.recycle_requests, 1, limits.MAX_TOKENS),
+        ("recycle_footprint", load.recycle_footprint, limits.MIB, 2**50),
     ):
         if value is not None and not low <= value <= high:
             return _bad(f"{field} must be {low} to {high}, got {value}")
-    if not (math.isfinite(load.stall_budget_s) and 0.1 <= load.stall_budget_s <= 86_400):
-        return _bad(f"stall_budget_s must be 0.1 to 86400, got {load.stall_budget_s}")
+    for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
+        if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
+            return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:
             return _bad(f"env has a key or value that no environment can hold: {key[:60]!r}")

@@ -40,6 +40,12 @@ class Load(Command, tag=0x01, frozen=True):
     """Environment variables of the worker process. Not forwarded in the message."""
     stall_budget_s: float = 60.0
     """Seconds without an executor step while busy after which the worker is replaced."""
+    recycle_requests: int | None = None
+    """Replace the worker on purpose after so many requests, without dropping a stream. None: never."""
+    recycle_age_s: float | None = None
+    """The same after so many seconds."""
+    recycle_footprint: int | None = None
+    """The same when its process takes so many bytes."""
     deterministic: bool = False
     """Decode one request at a time, for text that never depends on company."""
 

@@ -27,6 +27,8 @@ MAX_PENALTY: Final = 100.0
 MAX_BIAS: Final = 1000.0
 MAX_STREAM_INTERVAL: Final = 4096
 MAX_DEADLINE_S: Final = 7 * 24 * 3600.0
+MAX_AGE_S: Final = 365 * 24 * 3600.0
+"""Ceiling of `stall_budget_s` and `recycle_age_s`."""
 MAX_GRACE_S: Final = 24 * 3600.0
 
 DEFAULT_MAX_TOKENS: Final = 512

@@ -160,6 +160,8 @@ class ModelStatus(Value, frozen=True):
     info: WorkerInfo | None = None
     stats: WorkerStats | None = None
     crashes: int = 0
+    recycles: int = 0
+    """Times that the worker was replaced on purpose."""
     requests_total: int = 0
     requests_resumed: int = 0
     stats_age_s: float | None = None

@@ -25,6 +25,7 @@ from .lifecycle_values import (
     Model,
     NoRoom,
     Problem,
+    Replaced,
     RestartAsked,
     Spawned,
     SpawnFailed,
@@ -53,6 +54,7 @@ __all__ = [
     "Model",
     "NoRoom",
     "Problem",
+    "Replaced",
     "RestartAsked",
     "RestartHistory",
     "SpawnFailed",
@@ -297,6 +299,9 @@ def _news(model: Model, event: Event, now: float, budgets: Budgets) -> Decision:
         case (State.LOADING, LoadRefused(problem)):
             after = _stopping(model, now, budgets.polite_s, 0, after="failed", problem=problem)
             return after, ()
+        case (State.READY, Replaced()):
+            after = msgspec.structs.replace(model, incarnation=model.incarnation + 1, stable=False)
+            return after, (Effect.DISPATCH,)
         case (State.READY | State.DRAINING, Stepped()):
             return msgspec.structs.replace(model, stable=True), ()
         case (State.DRAINING, Idle()):

@@ -138,6 +138,10 @@ class Stepped(Event, frozen=True):
     """The worker completed real steps since its start."""
 
 
+class Replaced(Event, frozen=True):
+    """A new incarnation took over while the old one goes on with what it has."""
+
+
 class Stalled(Event, frozen=True):
     """The health policy says so."""
 

@@ -68,6 +68,7 @@ _STATUS = v.ModelStatus(
     info=_INFO,
     stats=_STATS,
     crashes=1,
+    recycles=2,
     requests_total=10,
     requests_resumed=2,
     stats_age_s=0.25,
@@ -139,6 +140,9 @@ FULL: tuple[Message, ...] = (
         max_queued=64,
         env={"MLX_METAL_JIT": "1"},
         stall_budget_s=30.0,
+        recycle_requests=1000,
+        recycle_age_s=86400.0,
+        recycle_footprint=8589934592,
         deterministic=True,
     ),
     c.Generate(
