@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 import time
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from mlx_bulkhead import Client
+from mlx_bulkhead import Client, Disconnected
 
 READY_WITHIN_S = 30.0
 COMMAND = (sys.executable, "-P", "-m", "mlx_bulkhead.orchestrator")
@@ -45,11 +46,11 @@ class Daemon:
                 self._process.wait()
 
     def _connect(self, until: float) -> Client:
-        socket = self.run_dir / "daemon.sock"
-        while not socket.exists():
+        while time.perf_counter() < until:
             if self._process.poll() is not None:
                 raise RuntimeError(f"the daemon ended with code {self._process.returncode}; its error is above")
-            if time.perf_counter() > until:
-                raise RuntimeError("the daemon was not ready in time")
+            if (self.run_dir / "daemon.sock").exists():
+                with contextlib.suppress(Disconnected):  # the socket is there a moment before it listens
+                    return Client(self.run_dir)
             time.sleep(0.001)
-        return Client(self.run_dir)
+        raise RuntimeError("the daemon was not ready in time")

@@ -36,6 +36,13 @@ class Batched(NamedTuple):
     """From the call to the last token of all."""
     first: float
     """From the call until each has a token."""
+    steady: float
+    """Tokens a second of all together, after that."""
+
+
+def per_second(count: int, seconds: float) -> float:
+    """A rate; 0 where there was no time."""
+    return count / seconds if seconds > 0 else 0.0
 
 
 class Library:
@@ -99,7 +106,7 @@ class _Server:
             if not tokens:
                 first = last
             tokens.append(response.token)
-        rate = (len(tokens) - 1) / (last - first) if last > first else 0.0
+        rate = per_second(len(tokens) - 1, last - first)
         return {"tokens": tokens, "first": first - began, "rate": rate}
 
     def batch(self, prompts: list[str], max_tokens: int) -> dict[str, Any]:
@@ -109,15 +116,23 @@ class _Server:
             uid: [] for uid in self._generator.insert(ids, max_tokens=[max_tokens] * len(ids))
         }
         waiting, running = set(rows), set(rows)
+        done = early = 0
         while running:
             for response in self._generator.next_generated():
                 rows[response.uid].append(response.token)
+                done += 1
                 if response.uid in waiting:
                     waiting.discard(response.uid)
-                    first = time.perf_counter()
+                    first, early = time.perf_counter(), done
                 if response.finish_reason is not None:
                     running.discard(response.uid)
-        return {"tokens": list(rows.values()), "seconds": time.perf_counter() - began, "first": first - began}
+        last = time.perf_counter()
+        return {
+            "tokens": list(rows.values()),
+            "seconds": last - began,
+            "first": first - began,
+            "steady": per_second(done - early, last - first),
+        }
 
 
 def _serve() -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mlx_bulkhead import Client
 
-from .library import Batched, Streamed
+from .library import Batched, Streamed, per_second
 
 MODEL = "tiny"
 
@@ -28,8 +28,7 @@ def stream(client: Client, prompt: str | list[int], max_tokens: int) -> Streamed
         if not tokens:
             first, early = last, len(snap.tokens)
         tokens += snap.tokens
-    rate = (len(tokens) - early) / (last - first) if last > first else 0.0
-    return Streamed(tokens, first - began, rate, early)
+    return Streamed(tokens, first - began, per_second(len(tokens) - early, last - first), early)
 
 
 def batch(client: Client, prompts: Sequence[str], max_tokens: int) -> Batched:
@@ -40,7 +39,8 @@ def batch(client: Client, prompts: Sequence[str], max_tokens: int) -> Batched:
         reader.join()
     last = max(reader.times[-1] for reader in readers)
     first = max(reader.times[0] for reader in readers)
-    return Batched([reader.tokens for reader in readers], last - began, first - began)
+    late = sum(reader.after(first) for reader in readers)
+    return Batched([reader.tokens for reader in readers], last - began, first - began, per_second(late, last - first))
 
 
 class Reader:
@@ -49,6 +49,7 @@ class Reader:
     def __init__(self, client: Client, prompt: str | list[int], max_tokens: int) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
+        self._counts: list[int] = []
         self._has_text = threading.Event()
         self._stream = client.generate(MODEL, max_tokens=max_tokens, temperature=0.0, **_input(prompt))
         self._error: Exception | None = None
@@ -72,10 +73,15 @@ class Reader:
         """Times between neighbouring snaps of which any part lies between `start` and `end`."""
         return [b - a for a, b in itertools.pairwise(self.times) if b >= start and a <= end]
 
+    def after(self, moment: float) -> int:
+        """How many tokens came after a moment."""
+        return sum(count for at, count in zip(self.times, self._counts, strict=True) if at > moment)
+
     def _read(self) -> None:
         try:
             for snap in self._stream:
                 self.times.append(now())
+                self._counts.append(len(snap.tokens))
                 self.tokens += snap.tokens
                 self._has_text.set()
         except Exception as error:

@@ -95,6 +95,7 @@ class Wire:
 
     def receive(self) -> list[bytes] | None:
         """The next message, if one waits."""
+        self.unsure = True
         try:
             return self.socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -195,10 +196,13 @@ class ThreadDriver:
     def _wait(self, timeout: float | None) -> bool:
         """Wait for a frame, a caller, or time. Whether the connection has ended."""
         wire = self._wire
-        if wire is not None and wire.unsure:
+        unsure = wire is not None and wire.unsure
+        if unsure:
             timeout = 0.0
         ready = self._poll.poll(None if timeout is None else math.ceil(timeout * 1000))
-        dropped = wire is not None and any(fd == wire.monitor_descriptor for fd, _ in ready) and wire.dropped()
+        # A zmq socket that was never looked at does not signal its first message: hence also when unsure.
+        told = wire is not None and (unsure or any(fd == wire.monitor_descriptor for fd, _ in ready))
+        dropped = wire is not None and told and wire.dropped()
         with self._lock:  # between a poster's mark and its byte there is nothing to read
             if self._signalled:
                 os.read(self._wake_read, 64)

@@ -19,7 +19,7 @@ from ..protocol import checks, codec
 from ..protocol.codec import Message
 from ..protocol.commands import Attach, Cancel, Command, Generate, Load, Models, Restart, Shutdown, Stats, Unload
 from ..protocol.errors import RETRYABLE, BulkheadError, ErrorCode, TooLarge, error_for
-from ..protocol.events import Exiting, Failed, Loaded, LoadFailed, LoadProgress, ModelsReply, Unloaded
+from ..protocol.events import Exiting, Failed, Loaded, LoadFailed, LoadProgress, ModelsReply, Progress, Unloaded
 from .channel import Context, Pump, bind, open_socket
 from .requests import LiveRequest
 from .streams import Body
@@ -122,6 +122,8 @@ class FrontDoor:
             return
         if identity not in self._clients:
             if len(self._clients) >= self._max_clients:
+                self._look_for_idle()
+            if len(self._clients) >= self._max_clients:
                 full = f"{len(self._clients)} clients are connected; the limit is {self._max_clients}"
                 self._refuse(client, kind, request_id, error_for("queue_full", full))
                 return
@@ -130,6 +132,13 @@ class FrontDoor:
             self._obey(client, request_id, message)
         except BulkheadError as error:
             self._refuse(client, kind, request_id, error)
+
+    def _look_for_idle(self) -> None:
+        """Forget the clients that left while nothing was sent to them: a keep-alive of no request finds them."""
+        frame = codec.encode(Progress(phase="queued"))
+        for client in list(self._clients.values()):
+            if not client.streams:
+                self._try_send(client, frame)
 
     def _obey(self, client: _Client, request_id: bytes, message: Message) -> None:
         if isinstance(message, Command) and (problem := checks.check(message)):

@@ -52,7 +52,7 @@ class LocalStream:
                     break
                 await self._more()
         finally:
-            self._leave()
+            self._give_up()  # not more: `result()` may still be asked for what there is
         if self._assembler.error is not None:
             raise self._assembler.error
 
@@ -78,10 +78,14 @@ class LocalStream:
             if snap is not None:
                 self._snaps.append(snap)
 
-    def _leave(self) -> None:
-        """No more is read: cancel what still runs, unless it was started to outlive its reader."""
+    def _give_up(self) -> None:
+        """Cancel what still runs, unless it was started to outlive its reader."""
         if not self._assembler.closed and not self._request.message.detached:
             self._cancel(self._request)
+
+    def _leave(self) -> None:
+        """No more is read."""
+        self._give_up()
         self._cursor.close()
 
     async def __aenter__(self) -> LocalStream:
@@ -93,5 +97,5 @@ class LocalStream:
         self._leave()
 
     def __del__(self) -> None:
-        if not self._request.closed and not self._request.message.detached and not self._assembler.closed:
-            self._cancel(self._request)
+        if not self._request.closed:
+            self._leave()

@@ -26,6 +26,8 @@ KEEP_FINISHED_S = 120.0
 QUARANTINE_S = 300.0
 MAX_CHARGE = 1
 """Deaths of workers that a request may be held to account for and still be resumed."""
+CANCEL_GRACE_S = 5.0
+"""How long a worker may take to end a cancelled request; then it is ended here. A hung one never would."""
 
 _done_decoder = msgspec.msgpack.Decoder(Done)
 
@@ -53,6 +55,9 @@ class LiveRequest:
         self.restarts = 0
         """Workers that the request has survived."""
         self.deadline: asyncio.TimerHandle | None = None
+        self.cancelled: CancelReason | None = None
+        """The worker was told to end it, for this reason."""
+        self.cancelled_at = 0.0
 
     @property
     def model(self) -> str:
@@ -172,6 +177,11 @@ class RequestTable:
         request.holder = holder
         request.proven = False
 
+    def cancelling(self, request: LiveRequest, reason: CancelReason) -> None:
+        """The worker that has the request is told to end it. Whatever becomes of that worker, it ends."""
+        if request.cancelled is None:
+            request.cancelled, request.cancelled_at = reason, time.monotonic()
+
     def charge(self, model: str, holder: str) -> None:
         """The worker of a model died: charge those of its requests that may be the cause.
 
@@ -216,7 +226,9 @@ class RequestTable:
         """Repeat the progress of every request that was silent for so long. `phase_of` None: as it was."""
         now = time.monotonic()
         for request in self.live():
-            if now - request.last_event_at >= silence_s:
+            if request.cancelled is not None and now - request.cancelled_at >= CANCEL_GRACE_S:
+                self.end_here(request, request.cancelled)
+            elif now - request.last_event_at >= silence_s:
                 phase = phase_of(request)
                 if phase is not None:
                     self.progress(request, phase)
@@ -234,6 +246,9 @@ class RequestTable:
             return False
         if not request.sent:
             return True
+        if request.cancelled is not None:
+            self.end_here(request, request.cancelled)
+            return False
         began, request.holder, request.started = request.started, "", False
         if crashed and request.charge > MAX_CHARGE:
             self._quarantine[_prompt_hash(request.message)] = time.monotonic() + QUARANTINE_S

@@ -132,6 +132,7 @@ class Supervisor:
         """Cancel a request wherever it is."""
         worker = self._crew.holder(request)
         if worker is not None and self.state in (State.READY, State.DRAINING):
+            self._host.table.cancelling(request, reason)
             worker.send(Cancel(reason=reason), request.id)
         else:
             self._host.table.end_here(request, reason)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,21 +30,24 @@ def resolve_model(model: str) -> Path | None:
 
     What exists, and what looks like a path, is local and never touches the network.
     """
-    path = Path(model).expanduser()
-    if model.startswith(("/", ".", "~")) or "\\" in model or model.count("/") > 1 or path.exists():
-        return path
+    path = os.path.expanduser(model)  # which, unlike Path's, leaves an unknown user's home alone
+    if model.startswith(("/", ".", "~")) or "\\" in model or model.count("/") > 1 or os.path.exists(path):
+        return Path(path)
     return None
 
 
 def check_model(path: Path) -> None:
     """Raise `LoadProblem`, naming the file and what was expected, unless `path` holds a complete model."""
-    if not path.exists():
+    if not os.path.exists(path):
         raise LoadProblem(f"there is nothing at {path}")
     if not path.is_dir():
         if path.suffix == ".gguf":
             raise LoadProblem(_gguf(str(path)))
         raise LoadProblem(f"{path} is a file; a model is a directory with config.json and *.safetensors")
-    names = sorted(entry.name for entry in path.iterdir())
+    try:
+        names = sorted(os.listdir(path))
+    except OSError as error:
+        raise LoadProblem(f"cannot read {path}: {error.strerror or error}") from None
     weights = [name for name in names if name.startswith("model") and name.endswith(".safetensors")]
     ggufs = [name for name in names if name.endswith(".gguf")]
     if ggufs and not weights:

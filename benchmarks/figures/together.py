@@ -17,8 +17,8 @@ def sixteen(bench: Bench) -> list[Figure]:
 
 
 def _together(bench: Bench, count: int) -> list[Figure]:
-    tokens = 60 if bench.quick else 200
-    pairs, firsts = Pairs(), Pairs()
+    tokens = 60 if bench.quick else 256
+    pairs, firsts, steady = Pairs(), Pairs(), Pairs()
     for number in range(bench.rounds):
         prompts = [text_prompt(bench.seed()) for _ in range(count)]
         if number % 2:
@@ -31,8 +31,11 @@ def _together(bench: Bench, count: int) -> list[Figure]:
         pairs.theirs.append(count * tokens / theirs.seconds)
         firsts.ours.append(ours.first * 1e3)
         firsts.theirs.append(theirs.first * 1e3)
+        steady.ours.append(ours.steady)
+        steady.theirs.append(theirs.steady)
     beside = (
         f"tok/s: {spread(pairs.ours)}; library {spread(pairs.theirs)}. "
-        f"All have a token after {spread(firsts.ours)} ms; library {spread(firsts.theirs)} ms"
+        f"All have a token after {spread(firsts.ours)} ms; library {spread(firsts.theirs)} ms. "
+        f"From there on the ratio is {spread(steady.ratios, 2)}"
     )
     return [at_least(f"{count} streams, all tokens a second, over `BatchGenerator`", pairs.ratios, 0.97, beside)]

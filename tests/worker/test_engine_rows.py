@@ -209,7 +209,7 @@ def test_cancel_before_the_first_step(drive: Driver) -> None:
 def test_cancel_in_a_prefill_alone(drive: Driver) -> None:
     drive.add("a", CHUNKED * 3)
     drive.step()
-    assert drive.prefill["a"][-1][0] < 2100
+    assert drive.prefill["a"][-1][0] < len(CHUNKED) * 3
     assert drive.drop("a")
     check_next(drive)
 
@@ -220,7 +220,7 @@ def test_cancel_in_a_prefill_in_company(drive: Driver) -> None:
     drive.add("a", CHUNKED * 3)
     drive.step()
     drive.step()
-    assert drive.prefill["a"][-1][0] < 2100
+    assert drive.prefill["a"][-1][0] < len(CHUNKED) * 3
     assert drive.drop("a")
     drive.run()
     assert drive.tokens["stream"] == expected("qwen3", PROMPTS[0], 60)

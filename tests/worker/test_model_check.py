@@ -184,6 +184,13 @@ def test_what_looks_like_a_path_is_local(model: str, local: bool) -> None:
     assert (resolve_model(model) is not None) == local
 
 
+@pytest.mark.parametrize("model", ["~nobody-has-this-name/x", "/" + "x" * 4000, "./" + "y/" * 200])
+def test_odd_paths_are_local_and_not_there(model: str) -> None:
+    path = resolve_model(model)
+    assert path is not None
+    assert "there is nothing at" in problem(path)
+
+
 def test_what_exists_is_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "org" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
