@@ -25,6 +25,7 @@ from ..protocol.errors import BadRequest, ErrorCode, ShuttingDown, UnknownModel
 from ..protocol.events import StatsReply
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
 from .channel import open_context
+from .client_answers import request_id_bytes
 from .config import Config
 from .crew import Host
 from .frontdoor import FrontDoor
@@ -220,8 +221,7 @@ class Orchestrator:
 
     def attach(self, request_id: str | bytes) -> LocalStream:
         """Follow a live or lately finished request from its start."""
-        raw = bytes.fromhex(request_id) if isinstance(request_id, str) else request_id
-        return self.follow(self.find(raw))
+        return self.follow(self.find(request_id_bytes(request_id)))
 
     async def models(self) -> list[ModelStatus]:
         """All models: those configured, and those loaded by name."""

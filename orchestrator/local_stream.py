@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import cast
 
 from ..protocol import codec
-from ..protocol.errors import InternalError
+from ..protocol.errors import InternalError, RequestTimeout
 from .requests import LiveRequest
 from .views import Assembler, Result, Snap, StreamEvent
 
@@ -57,11 +57,14 @@ class LocalStream:
             raise self._assembler.error
 
     async def result(self, timeout: float | None = None) -> Result:
-        """Read to the end. Raises the typed error, or `TimeoutError` after `timeout` seconds (it goes on then)."""
-        async with asyncio.timeout(timeout):
-            while not self._assembler.closed:
-                await self._more()
-                self._snaps.clear()
+        """Read to the end. Raises the typed error, or `RequestTimeout` after `timeout` seconds (it goes on then)."""
+        try:
+            async with asyncio.timeout(timeout):
+                while not self._assembler.closed:
+                    await self._more()
+                    self._snaps.clear()
+        except TimeoutError:
+            raise RequestTimeout(f"no end within {timeout:g} s", request_id=self.request_id) from None
         self._leave()
         if self._assembler.error is not None:
             raise self._assembler.error

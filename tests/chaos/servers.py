@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
 from mlx_bulkhead import Client
 
 from .bank import FAKE

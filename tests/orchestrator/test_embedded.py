@@ -16,6 +16,7 @@ from mlx_bulkhead.protocol.errors import (
     BulkheadError,
     ModelUnloaded,
     QueueFull,
+    RequestTimeout,
     ShuttingDown,
     UnknownModel,
 )
@@ -193,6 +194,17 @@ async def test_attach_gives_the_whole_text_to_a_second_reader_and_after_the_end(
         assert (await host.attach(stream.request_id).result()).text == expected_text("a", 100)
         with pytest.raises(BadRequest, match="no request"):
             host.attach("00" * 16)
+        with pytest.raises(BadRequest):
+            host.attach("xyz")
+
+
+async def test_a_result_may_be_awaited_for_a_while_only(short_tmp: Path) -> None:
+    async with fake_host(short_tmp / "r") as host:
+        await host.load("m", "fake")
+        stream = host.generate("m", prompt="a", max_tokens=60)
+        with pytest.raises(RequestTimeout):
+            await stream.result(timeout=0.05)
+        assert (await stream.result()).text == expected_text("a", 60)
 
 
 async def test_closing_ends_every_request_and_every_worker(short_tmp: Path) -> None:

@@ -15,7 +15,7 @@ from mlx_bulkhead.worker.engines.schedule import MIN_CHUNK, chunk_size, smooth
         (0.001, 1, True, 0.003, 45),  # 45 ms of prefill beside running streams
         (0.001, 1, False, 0.0, 150),  # 150 ms while nothing decodes
         (0.0005, 2, True, 0.003, 45),  # prompts share the time
-        (0.0001, 1, True, 0.003, 450),
+        (0.000125, 1, True, 0.003, 360),
         (0.00001, 1, True, 0.003, 512),  # ceilings
         (0.00001, 1, False, 0.0, 2048),
         (0.01, 1, True, 0.003, MIN_CHUNK),  # and floor
