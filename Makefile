@@ -69,10 +69,10 @@ bench: demo-model
 	$(BIN)/python -m benchmarks $(ARGS)
 
 chaos: setup
-	$(BIN)/python -m benchmarks.chaos $(ARGS)
+	$(BIN)/python -m tests.chaos $(ARGS)
 
 soak: setup
-	$(BIN)/python -m benchmarks.soak $(ARGS)
+	$(BIN)/python -m tests.chaos.soak $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .hypothesis *.egg-info

@@ -23,7 +23,12 @@ class Daemon:
         self.run_dir = run_dir
         began = time.perf_counter()
         self._process = subprocess.Popen([*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.DEVNULL)
-        self.client = self._connect(began + READY_WITHIN_S)
+        try:
+            self.client = self._connect(began + READY_WITHIN_S)
+        except BaseException:
+            self._process.kill()
+            self._process.wait()
+            raise
         self.ready_s = time.perf_counter() - began
         """From the start of the process to its first answer."""
 

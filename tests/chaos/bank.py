@@ -1,4 +1,4 @@
-"""The models of a run and what each prompt gives: of the real ones by plain mlx-lm, of the fake ones by their rule."""
+"""The models of a run and what each prompt gives: the real ones by plain mlx-lm, the fake ones by their rule."""
 
 from __future__ import annotations
 

@@ -8,9 +8,10 @@ import random
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from mlx_bulkhead import BulkheadError, Client, Disconnected
@@ -42,6 +43,10 @@ PLANS = {
 }
 
 
+Act = Callable[["Stage"], str | None]
+"""Does a fault and names it; None: it could not be done now."""
+
+
 @dataclass
 class Stage:
     """What the faults work on."""
@@ -54,16 +59,24 @@ class Stage:
     victims: dict[str, Victim]
     plans: Path
     daemon_kills_until: float
+    first: deque[Act] = field(default_factory=lambda: deque((kill_server("real"), kill_server("fake"))))
+    """Done before the dice are thrown, so that no run is without them."""
+    plans_left: list[str] = field(default_factory=list[str])
+
+    def next_plan(self) -> str:
+        """All in turn, in an order of the dice."""
+        with self._lock:
+            if not self.plans_left:
+                self.plans_left = self.dice.sample(sorted(PLANS), len(PLANS))
+            return self.plans_left.pop()
+
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextmanager
     def control(self, server: Server) -> Iterator[Client]:
         """A client for one act."""
         with server.client() as client:
             yield client
-
-
-Act = Callable[[Stage], str | None]
-"""Does a fault and names it; None: it could not be done now."""
 
 
 def signal_worker(server: str) -> Act:
@@ -98,6 +111,7 @@ def stop_worker(server: str) -> Act:
             os.kill(pid, signal.SIGSTOP)
             time.sleep(stage.dice.uniform(0.1, 1.0))
             os.kill(pid, signal.SIGCONT)
+            stage.record.stopped((server, model))
         return "SIGSTOP and SIGCONT"
 
     return act
@@ -105,7 +119,7 @@ def stop_worker(server: str) -> Act:
 
 def planned(stage: Stage) -> str | None:
     """The next worker misbehaves in some way; it is started by a restart, or by a kill."""
-    model, name = stage.dice.choice(stage.fake.models), stage.dice.choice(tuple(PLANS))
+    model, name = stage.dice.choice(stage.fake.models), stage.next_plan()
     (stage.plans / model).write_text(PLANS[name], encoding="utf-8")
     with stage.control(stage.fake) as client, contextlib.suppress(BulkheadError):
         client.restart(model)
@@ -176,8 +190,8 @@ WEIGHTS: tuple[tuple[Act, float], ...] = (
     (planned, 24),
     (daemon_junk, 20),
     (kill_client, 5),
-    (kill_server("real"), 0.7),
-    (kill_server("fake"), 1.3),
+    (kill_server("real"), 0.5),
+    (kill_server("fake"), 1),
     (unload_race("real"), 1),
     (unload_race("fake"), 8),
 )
@@ -186,7 +200,10 @@ WEIGHTS: tuple[tuple[Act, float], ...] = (
 def inject(stage: Stage) -> None:
     """One fault by the dice."""
     acts, weights = zip(*WEIGHTS, strict=True)
-    [act] = stage.dice.choices(acts, weights)
+    try:
+        act = stage.first.popleft()
+    except IndexError:
+        [act] = stage.dice.choices(acts, weights)
     try:
         kind = act(stage)
     except BulkheadError as error:  # the control client's own bad luck: it may meet a dying server too

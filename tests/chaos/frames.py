@@ -1,4 +1,4 @@
-"""Junk frames: random, truncated, mutated, good ones in the wrong place. None that is a valid order to end something."""
+"""Junk frames: random, truncated, mutated, good ones in the wrong place. None is a valid order to end something."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ def junk(dice: random.Random) -> list[bytes]:
     while is_order(frame := _make(dice)):
         pass
     return frame
+
+
+def junk_for(dice: random.Random, request_id: bytes) -> list[bytes]:
+    """One frame under the id of a live request."""
+    head, body = dice.choice(GOOD)
+    return [head[:1] + request_id, dice.choice((body, _mutated(body, dice), body[: dice.randrange(len(body))]))]
 
 
 def is_order(frame: list[bytes]) -> bool:

@@ -36,6 +36,7 @@ class Record:
     calm_until: float = 0.0
     active: dict[int, tuple[float, str]] = field(default_factory=dict[int, tuple[float, str]])
     _deaths: defaultdict[Place, list[float]] = field(default_factory=lambda: defaultdict(list[float]))
+    _stops: defaultdict[Place, list[float]] = field(default_factory=lambda: defaultdict(list[float]))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def fault(self, kind: str) -> None:
@@ -66,6 +67,15 @@ class Record:
         with self._lock:
             self._deaths[place].append(time.monotonic())
 
+    def stopped(self, place: Place) -> None:
+        """A worker was stopped by a signal until just now."""
+        with self._lock:
+            self._stops[place].append(time.monotonic())
+
+    def _own_stop(self, gap: Gap) -> bool:
+        """Whether a gap is that of a stopped worker."""
+        return any(gap.ended - gap.seconds < stop <= gap.ended + 0.1 for stop in self._stops[gap.place])
+
     def death_before(self, place: Place, moment: float) -> float | None:
         """The last death of a model's worker before a moment."""
         with self._lock:
@@ -91,7 +101,7 @@ class Record:
                 if place[0] != gap.place[0] or place == gap.place:
                     continue
                 index = bisect_right(deaths, gap.ended)
-                if index and gap.ended - gap.seconds < deaths[index - 1] + within_s:
+                if index and gap.ended - gap.seconds < deaths[index - 1] + within_s and not self._own_stop(gap):
                     found.append(gap.seconds)
                     break
         return found

@@ -20,6 +20,8 @@ from .servers import Server, fake_server, real_server
 from .traffic import Session, Witness
 from .victims import Victim
 
+INJECTORS = 4
+"""Threads that do faults: many of them wait for a worker."""
 HANG_S = 60.0
 """A request without an end for so long is a violation."""
 RSS_MOST = 8 * 2**20
@@ -117,7 +119,15 @@ def _with_traffic(outcome: Outcome, bank: Bank, plans: Path, dice: random.Random
     stage = Stage(real, fake, bank, record, dice, victims, plans, began + plan.seconds / 2)
     until = began + plan.seconds
     try:
-        _inject_until(stage, until, plan.faults)
+        others = [
+            threading.Thread(target=_inject_until, args=(stage, until, plan.faults // INJECTORS), name=f"faults-{i}")
+            for i in range(1, INJECTORS)
+        ]
+        for other in others:
+            other.start()
+        _inject_until(stage, until, plan.faults // INJECTORS)
+        for other in others:
+            other.join()
     finally:
         for victim in victims.values():
             victim.close()

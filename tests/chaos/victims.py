@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 
 from mlx_bulkhead import BulkheadError
 
@@ -23,6 +24,7 @@ class Victim:
         self._cases: list[Case] = [case for model in server.models for case in bank[model]]
         self._record = record
         self._dice = dice
+        self._lock = threading.Lock()
         self._process = self._start()
 
     def _start(self) -> subprocess.Popen[str]:
@@ -42,6 +44,10 @@ class Victim:
 
     def kill(self) -> None:
         """SIGKILL; its last request, which is detached, is picked up by another client; another victim starts."""
+        with self._lock:
+            self._kill()
+
+    def _kill(self) -> None:
         last = self._end()
         self._record.fault("client killed")
         if last is not None:
