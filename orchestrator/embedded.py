@@ -71,6 +71,7 @@ class Orchestrator:
         self._supervisors: dict[str, Supervisor] = {}
         self._configured: dict[str, Load] = {name: model.load(name) for name, model in self.config.models.items()}
         self._closing = False
+        self._lost_run_dir = False
         self._shutdown_asked = asyncio.Event()
         self._front_door: FrontDoor | None = None
         self._keep_alive: asyncio.TimerHandle | None = None
@@ -158,6 +159,11 @@ class Orchestrator:
     @property
     def run_dir(self) -> Path:
         return self._run_dir.path
+
+    @property
+    def lost_run_dir(self) -> bool:
+        """Whether somebody deleted the run directory, which asks for a shutdown."""
+        return self._lost_run_dir
 
     @property
     def gave_up(self) -> list[str]:
@@ -352,9 +358,13 @@ class Orchestrator:
         self._cancel(request, "deadline")
 
     def _tick(self) -> None:
-        """The keep-alive clock of all live requests."""
+        """The keep-alive clock of all live requests, and the look at the run directory that all hangs on."""
         silence = self.config.limits.keepalive_s
         self._table.keep_alive(silence, self._phase_of)
+        if not self._lost_run_dir and not self._run_dir.path.is_dir():
+            self._lost_run_dir = True
+            log.error("the run directory %s is gone; nobody can reach this orchestrator any more", self._run_dir.path)
+            self._shutdown_asked.set()
         self._keep_alive = asyncio.get_running_loop().call_later(silence / 2, self._tick)
 
     def _phase_of(self, request: LiveRequest) -> Phase | None:

@@ -65,6 +65,10 @@ async def _serve(config_file: Path | None, run_dir: Path | None) -> int:
         print(f"bulkhead ready: {socket_path(host.run_dir, DAEMON_SOCKET)}", file=sys.stderr, flush=True)
         await host.wait_shutdown()
         gave_up = host.gave_up
+        lost = host.lost_run_dir
+    if lost:
+        say_error(f"the run directory {where} was deleted under the daemon")
+        return CliExit.FAILED
     if gave_up:
         say_error(f"gave up on {', '.join(gave_up)}; see bulkhead logs NAME --run-dir {where}")
         return CliExit.GAVE_UP

@@ -16,7 +16,7 @@ ROWS = [
 ]
 
 
-def tests_of(path: Path) -> set[str]:
+def names_in(path: Path) -> set[str]:
     """Names of the test functions of a file."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -36,4 +36,4 @@ def test_a_row_is_whole_and_names_tests_that_exist(row: str) -> None:
     assert re.fullmatch(r"(`[^`]+`(, )?)+", cells[4])
     for path, name in named:
         assert name.startswith("test_")
-        assert name in tests_of(ROOT / path)
+        assert name in names_in(ROOT / path)

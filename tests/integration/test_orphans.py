@@ -62,12 +62,13 @@ def test_kill_of_the_daemon_leaves_no_worker(own_daemon: Daemon, tiny_model: Pat
     assert stop_daemon(again) == 0
 
 
-def test_a_worker_without_its_run_directory_ends(own_daemon: Daemon, tiny_model: Path) -> None:
+def test_worker_and_daemon_without_their_run_directory_end(own_daemon: Daemon, tiny_model: Path) -> None:
     with own_daemon.client() as client:
         client.load("tiny", tiny_model)
     [worker] = workers_of(own_daemon)
     own_daemon.run_dir.rename(own_daemon.run_dir.with_name("away"))
-    assert worker.wait(5) in (41, None)
+    assert worker.wait(5) in (41, 40, None)
+    assert own_daemon.process.wait(5) == 1  # nobody could reach it any more
 
 
 def test_a_second_daemon_on_the_same_directory_is_refused(own_daemon: Daemon) -> None:

@@ -116,7 +116,7 @@ def test_snapshots_wait_for_the_clock_and_the_interval() -> None:
     request.take(0, None, 11.002)
     request.take(0, None, 11.003)
     assert not request.is_due(11.003, SNAPSHOT_PAUSE_S), "enough tokens, too early"
-    assert request.is_due(11.0081, SNAPSHOT_PAUSE_S)
+    assert request.is_due(11.0 + 1.01 * SNAPSHOT_PAUSE_S, SNAPSHOT_PAUSE_S)
     request.snapshot(11.0081)
     request.take(0, None, 11.1)
     assert not request.is_due(11.1, SNAPSHOT_PAUSE_S), "late enough, too few tokens"

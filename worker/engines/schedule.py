@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-SHARED_SECONDS: Final = 0.045
+SHARED_SECONDS: Final = 0.04
 """Prefill in one step while other rows decode: about what a reader of a stream does not notice."""
 
 ALONE_SECONDS: Final = 0.15
