@@ -47,6 +47,10 @@ class Chief(Owner, Protocol):
         """A successor is in charge now."""
         ...
 
+    def saved(self) -> None:
+        """Requests of a retiring worker wait for the one in charge."""
+        ...
+
 
 class Crew:
     """Implements `handover.Charge`."""
@@ -134,6 +138,10 @@ class Crew:
         """The worker in charge has crashed or is being stopped: end what a handover has."""
         self._handover.abandon()
 
+    def check_health(self, forgiven_until: float, load: Load, now: float) -> None:
+        """Judge those beside the worker in charge."""
+        self._handover.check_health(load.stall_budget_s, forgiven_until, now)
+
     def when_gone(self, tell: Callable[[], None]) -> None:
         """Call `tell` once no process is left beside the one in charge."""
         self._handover.when_gone(tell)
@@ -178,5 +186,4 @@ class Crew:
         """A retiring worker is gone; the one in charge takes what it still had."""
         words = f"the worker died while retiring ({describe_exit(returncode)}){incarnation.last_words()}"
         self._requests.save(Problem(ErrorCode.WORKER_CRASHED, words), incarnation.token, crashed=returncode != 0)
-        if self.worker is not None:
-            self._requests.dispatch()
+        self._chief.saved()

@@ -16,9 +16,10 @@ import msgspec
 
 from ..protocol.codec import Message
 from ..protocol.commands import Load, Shutdown
-from ..protocol.events import Hello, Loaded, LoadFailed
+from ..protocol.events import Hello, Loaded, LoadFailed, LoadProgress
 from ..protocol.values import WorkerInfo
 from .incarnation import Incarnation
+from .policy import health
 from .policy.lifecycle import Budgets
 
 log = logging.getLogger(__name__)
@@ -94,8 +95,20 @@ class Handover:
     def abandon(self) -> None:
         """The model is being stopped or has crashed: no successor is wanted, and the old worker must go."""
         self._successor = None
+        if self._retiring is not None:
+            self._retiring.abandoned = True
         for incarnation in self._leaving:
             incarnation.process.kill()
+
+    def check_health(self, stall_budget_s: float, forgiven_until: float, now: float) -> None:
+        """Kill what is stuck: a successor that does not get ahead, an old worker that makes no step."""
+        if self._successor is not None and self._successor.is_late(self._budgets, now):
+            self._successor.incarnation.process.kill()
+        if self._retiring is not None:
+            old = self._retiring.incarnation
+            if old.health(stall_budget_s, forgiven_until, now) is health.Health.STALLED:
+                log.warning("a retiring worker (%d) stalled and is killed", old.pid)
+                old.process.kill()
 
     def when_gone(self, tell: Callable[[], None]) -> None:
         """Call `tell` once no process of a handover is left; at once if there is none."""
@@ -140,11 +153,18 @@ class _Successor:
         self.incarnation = incarnation
         self._load = load
         self._handover = handover
+        self._moved_at = time.monotonic()
+        self._told = False
         incarnation.owner = self
         if incarnation.greeted:
             self._send_load()
 
+    def is_late(self, budgets: Budgets, now: float) -> bool:
+        """Whether its Hello, or the next progress of its load, is overdue."""
+        return now - self._moved_at > (budgets.load_silence_s if self._told else budgets.hello_s)
+
     def _send_load(self) -> None:
+        self._told, self._moved_at = True, time.monotonic()
         self.incarnation.send(msgspec.structs.replace(self._load, env={}))
 
     def heard(self, message: Message) -> None:
@@ -154,6 +174,8 @@ class _Successor:
                     self._send_load()
                 else:
                     self.incarnation.process.kill()
+            case LoadProgress():
+                self._moved_at = time.monotonic()
             case Loaded():
                 self._handover.ready(self, message.info)
             case LoadFailed():
@@ -177,6 +199,8 @@ class _Retiring:
         self._handover = handover
         self._budgets = budgets
         self._timers: list[asyncio.TimerHandle] = []
+        self.abandoned = False
+        """Killed because of another; its requests are not to blame."""
         incarnation.owner = self
         self.consider()
 
@@ -201,5 +225,5 @@ class _Retiring:
     def exited(self, returncode: int) -> None:
         for timer in self._timers:
             timer.cancel()
-        self._charge.lost(self.incarnation, returncode)
+        self._charge.lost(self.incarnation, 0 if self.abandoned else returncode)
         self._handover.gone(self.incarnation)

@@ -314,6 +314,11 @@ class Supervisor:
         self.info = info
         self._post(lifecycle.Replaced())
 
+    def saved(self) -> None:
+        """Requests of a retiring worker wait: for this worker if it is loaded, else for the next."""
+        if self.state in (State.READY, State.DRAINING):
+            self._requests.dispatch()
+
     # ---- what the worker says (Owner) -------------------------------------------------------------------
 
     def stream(self, kind: int, request_id: bytes, body: bytes) -> None:
@@ -368,6 +373,7 @@ class Supervisor:
             self._forgiven_until = now + 5.0
         self._last_tick = now
         self._health_timer = self._loop.call_later(HEALTH_TICK_S, self._check_health)
+        self._crew.check_health(self._forgiven_until, self.load, now)
         worker = self._crew.worker
         if worker is None or self.state not in (State.READY, State.DRAINING):
             return

@@ -147,7 +147,9 @@ def _runs(process: psutil.Process) -> bool:
 def real_server(folder: Path, models: dict[str, Path]) -> Server:
     """`bulkhead serve` with the tiny models."""
     config = folder / "real.toml"
-    tables = "".join(f'[models.{name}]\nmodel = "{path}"\npreload = true\n' for name, path in models.items())
+    tables = "".join(
+        f'[models.{name}]\nmodel = "{path}"\npreload = true\nrecycle_requests = 60\n' for name, path in models.items()
+    )
     limits = "[limits]\nspare_workers = 1\nkeepalive_s = 0.25\n"
     config.write_text(f'log_level = "error"\n{limits}{_RESTART}{tables}', encoding="utf-8")
     run_dir = folder / "real"
@@ -161,7 +163,8 @@ def fake_server(folder: Path) -> Server:
     plans.mkdir()
     env = 'env = {BULKHEAD_FAKE_RATE = "100"}'
     tables = "".join(
-        f'[models.{name}]\nmodel = "fake"\npreload = true\nstall_budget_s = 1.0\n{env}\n' for name in FAKE
+        f'[models.{name}]\nmodel = "fake"\npreload = true\nstall_budget_s = 1.0\nrecycle_requests = 15\n{env}\n'
+        for name in FAKE
     )
     limits = "[limits]\nhello_s = 2.0\nload_silence_s = 1.5\npolite_s = 0.5\nterm_s = 0.5\nkeepalive_s = 0.25\n"
     config.write_text(f'log_level = "error"\n{limits}{_RESTART}{tables}', encoding="utf-8")

@@ -41,13 +41,12 @@ async def test_a_deadline_holds_although_its_worker_dies_in_that_moment(short_tm
         await host.load("m", "fake")
         pid = status(host, "m").pid or 0
         stream = host.generate("m", prompt="hello", max_tokens=4000, deadline_s=0.3)
-        async for _ in stream.snapshots():
-            break
-        os.kill(pid, signal.SIGSTOP)
         request = host.find(bytes.fromhex(stream.request_id))
-        await until(lambda: request.cancelled is not None)
+        await until(lambda: request.log.has_text)
+        os.kill(pid, signal.SIGSTOP)
+        await until(lambda: request.cancelled == "deadline")
         os.kill(pid, signal.SIGKILL)
-        assert (await stream.result(timeout=10.0)).finish_reason in ("deadline", "cancelled")
+        assert (await stream.result(timeout=10.0)).finish_reason == "deadline"
 
 
 async def test_a_cancel_ends_although_the_worker_is_stopped(short_tmp: Path) -> None:
@@ -81,7 +80,6 @@ async def test_a_worker_deaf_to_sigterm_is_killed(short_tmp: Path) -> None:
         process = psutil.Process(status(host, "m").pid)
         await host.unload("m")
         assert not process.is_running()
-        assert "SIGKILL" in status(host, "m").last_exit if host.model_statuses() else True
 
 
 async def test_a_balloon_costs_only_its_own_process(short_tmp: Path) -> None:
