@@ -7,10 +7,9 @@ import signal
 from pathlib import Path
 
 import msgspec
-import psutil
 import pytest
 
-from tests.support.hosts import QUICK, fake_host, misbehave, status, until
+from tests.support.hosts import QUICK, fake_host, misbehave, status, until, workers
 from tests.support.misbehaving_worker import expected_text
 
 pytestmark = pytest.mark.timeout(60)
@@ -49,8 +48,8 @@ async def test_a_successor_that_is_stuck_is_given_up(short_tmp: Path) -> None:
         await host.load("m", "fake", recycle_requests=1)
         first = status(host, "m").pid
         await host.complete("m", prompt="one", max_tokens=5)
-        await until(lambda: len(psutil.Process().children()) == 2)
-        [successor] = [child for child in psutil.Process().children() if child.pid != first]
+        await until(lambda: len(workers()) == 2)
+        [successor] = [child for child in workers() if child.pid != first]
         successor.suspend()
         await until(lambda: not successor.is_running())
         assert (await host.complete("m", prompt="two", max_tokens=5)).text == expected_text("two", 5)

@@ -12,7 +12,7 @@ import pytest
 from mlx_bulkhead.orchestrator.policy.restart import RestartPolicy
 from mlx_bulkhead.protocol.errors import ModelUnloaded, OutOfMemory
 
-from tests.support.hosts import QUICK, fake_host, misbehave, status, until
+from tests.support.hosts import QUICK, fake_host, misbehave, status, until, workers
 from tests.support.misbehaving_worker import expected_text
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,7 +22,7 @@ async def test_a_crash_is_answered_by_a_spare_and_the_spare_replaced(short_tmp: 
     limits = msgspec.structs.replace(QUICK, spare_workers=1)
     async with fake_host(short_tmp / "r", limits=limits) as host:
         await until(lambda: host.stats_reply(None).daemon["spares"] == 1.0)
-        [spare] = psutil.Process().children()
+        [spare] = workers()
         await host.load("m", "fake")
         assert status(host, "m").pid == spare.pid
         await until(lambda: host.stats_reply(None).daemon["spares"] == 1.0)
@@ -31,7 +31,7 @@ async def test_a_crash_is_answered_by_a_spare_and_the_spare_replaced(short_tmp: 
         assert status(host, "m").pid != spare.pid
         log = (await host.stats("m")).models[0]
         assert log.restarts == 1
-    assert psutil.Process().children() == []
+    assert workers() == []
 
 
 async def test_a_model_with_its_own_environment_takes_no_spare(short_tmp: Path) -> None:
@@ -109,7 +109,7 @@ async def test_cancel_reaches_a_retiring_worker_and_unload_waits_for_it(short_tm
         assert not psutil.pid_exists(first)
         with pytest.raises(ModelUnloaded):
             await two.result()
-        assert psutil.Process().children() == []
+        assert workers() == []
 
 
 async def test_the_death_of_a_retiring_worker_is_a_crash_like_any_other(short_tmp: Path) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import psutil
 from mlx_bulkhead.orchestrator.config import Config, LimitsConfig
 from mlx_bulkhead.orchestrator.embedded import Orchestrator
 from mlx_bulkhead.orchestrator.policy.restart import RestartPolicy
@@ -55,3 +57,13 @@ async def until(holds: Callable[[], bool], timeout_s: float = 20.0) -> None:
 def status(host: Orchestrator, name: str) -> ModelStatus:
     """The line of one model."""
     return next(s for s in host.model_statuses() if s.name == name)
+
+
+def workers() -> list[psutil.Process]:
+    """The fake workers that are children of this process."""
+    found: list[psutil.Process] = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if MISBEHAVING[-1] in child.cmdline():
+                found.append(child)
+    return found
