@@ -167,8 +167,12 @@ class Orchestrator:
 
     @property
     def gave_up(self) -> list[str]:
-        """Names of the models in state FAILED."""
-        return [name for name, s in self._supervisors.items() if s.state is State.FAILED]
+        """Names of the models in state FAILED that are configured, or were READY once: not of a mistyped load."""
+        return [
+            name
+            for name, s in self._supervisors.items()
+            if s.state is State.FAILED and (s.was_ready or name in self._configured)
+        ]
 
     # ---- verbs ------------------------------------------------------------------------------------------
 

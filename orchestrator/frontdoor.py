@@ -88,6 +88,8 @@ class FrontDoor:
         self._pump = Pump(self._socket, self._receive)
 
     def figures(self) -> dict[str, float]:
+        """Counters for `stats`. Clients that have left are not counted."""
+        self._look_for_idle()
         return {
             "clients": float(len(self._clients)),
             "clients_lost": float(self._clients_lost),

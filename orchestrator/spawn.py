@@ -50,6 +50,8 @@ class WorkerProcess:
         self.log = log
         self._on_exit = on_exit
         self._pidfd = -1
+        self.killed = False
+        """We sent SIGKILL, and not the system."""
         lifeline_read, self._lifeline = os.pipe()
         try:
             self._popen = subprocess.Popen(
@@ -100,6 +102,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """SIGKILL to the whole group, helpers of the worker included."""
+        self.killed = self.killed or self.alive
         self._signal(signal.SIGKILL)
 
     def _signal(self, number: int) -> None:

@@ -50,6 +50,7 @@ class Supervisor:
         self.load = load
         self.info: WorkerInfo | None = None
         self.requests_total = 0
+        self.was_ready = False
         self._host = host
         self._log = LogRing(log_path(host.plant.run_dir.path, self.name))
         self._requests = Dispatcher(host.table, load.name, self._send)
@@ -232,6 +233,9 @@ class Supervisor:
             if before.state is State.READY:
                 self._crew.abandon()
             self._requests.held = False
+            if self._model.state is State.FAILED and self._model.problem is not None:
+                log.error("%s: %s", self.name, self._model.problem.message)
+            self.was_ready = self.was_ready or self._model.state is State.READY
             log.info("%s: %s -> %s (%s)", self.name, before.state, self._model.state, type(event).__name__)
         for effect in effects:
             self._carry_out(effect)
@@ -360,12 +364,14 @@ class Supervisor:
         """The process is gone and reaped."""
         worker = self._crew.bury()
         self._frames_refused += worker.frames_refused
-        log.info("%s: worker %d ended: %s", self.name, worker.pid, describe_exit(returncode))
+        killed = worker.process.killed and returncode == -signal.SIGKILL
+        words = "killed by the orchestrator" if killed else describe_exit(returncode)
+        log.info("%s: worker %d ended: %s", self.name, worker.pid, words)
         now = time.monotonic()
         victim = is_victim(self._host.aborts, self.name, returncode, now)
         if returncode == -signal.SIGABRT and not victim:
             self._host.aborts[self.name] = now
-        self._post(lifecycle.Exited(returncode, worker.last_words(), random.random(), victim))
+        self._post(lifecycle.Exited(returncode, worker.last_words(), random.random(), victim, killed))
 
     def _check_health(self) -> None:
         now = time.monotonic()

@@ -203,8 +203,9 @@ class Assembler:
 
     def _progress(self, event: Progress) -> Snap | None:
         self.phase = event.phase
-        self._processed, self._total = event.processed, event.total
-        if event.phase == "prefill" and event.total:
+        if event.total:  # a keep-alive has no figures; those of the last prefill stay
+            self._processed, self._total = event.processed, event.total
+        if event.phase == "prefill" and not self._prompt_tokens:  # a resumed prefill has the answer so far in it
             self._prompt_tokens = event.total
         return self._snap("", "", []) if self.progress else None
 

@@ -11,7 +11,7 @@ class ErrorCode(StrEnum):
     BAD_REQUEST = "bad_request"
     """A field is missing, ill-typed or out of range. The message names the field and the range."""
     CONTEXT_OVERFLOW = "context_overflow"
-    """Prompt, or prompt and max_tokens, is longer than the model's context limit."""
+    """The prompt leaves no room for an answer within the model's context limit."""
     TOO_LARGE = "too_large"
     """A frame or a field is over its size limit."""
     UNKNOWN_MODEL = "unknown_model"

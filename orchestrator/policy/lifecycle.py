@@ -219,7 +219,7 @@ def _no_room(model: Model, event: NoRoom, now: float, budgets: Budgets) -> Decis
 
 
 def _exited(model: Model, event: Exited, now: float, policy: RestartPolicy) -> Decision:
-    words = describe_exit(event.returncode)
+    words = "SIGKILL by the orchestrator" if event.killed else describe_exit(event.returncode)
     model = msgspec.structs.replace(model, last_exit=words)
     if model.state is State.STOPPING and model.after != "crash":
         return _stopped(model)

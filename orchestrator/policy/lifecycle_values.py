@@ -160,6 +160,8 @@ class Exited(Event, frozen=True):
     dice: float
     victim: bool = False
     """Another worker's fault took this one along."""
+    killed: bool = False
+    """It was sent SIGKILL by us."""
 
 
 class Tick(Event, frozen=True):
