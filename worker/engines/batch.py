@@ -89,6 +89,11 @@ class Batch:
         self._forget(uid)
 
     @property
+    def decode_seconds(self) -> float:
+        """Of a step that only decodes, measured; 0.0 before the first."""
+        return self._decode_seconds
+
+    @property
     def lone(self) -> Live | None:
         """The only row, if it is one and decodes."""
         if len(self._rows) != 1 or self._prefilling:

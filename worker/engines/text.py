@@ -1,7 +1,8 @@
 """The text engine: a lone row through `solo`, several through `batch`.
 
-It owns which rows there are and where each of them is. A solo row moves into the batch when company comes,
-with its cache; models whose caches cannot be merged serve their rows one after the other.
+It owns which rows there are and where each of them is. A newcomer beside rows that decode is a guest first: it is
+prefilled alone, chunk by chunk, and joins them in the batch once it has its first token. Several newcomers at once
+go into the batch as they are. Models whose caches cannot be merged serve their rows one after the other.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class TextEngine:
         self._rows: dict[bytes, Live] = {}
         self._waiting: deque[Live] = deque()
         self._solo = Solo()
+        self._guest = Solo()
         self._batch: Batch | None = None
         if info.limits.max_running > 1:
             self._batch = Batch(facts, info.limits.max_running, caps)
@@ -54,6 +56,7 @@ class TextEngine:
         self._alone = 0
         self._served: OrderedDict[bytes, str] = OrderedDict()
         self._token_seconds: float | None = None
+        self._decode_seconds: float | None = None
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         return self._preparer.prepare(request_id, request)
@@ -70,6 +73,8 @@ class TextEngine:
             return False
         if self._solo.live is live:
             self._solo.drop()
+        elif self._guest.live is live:
+            self._guest.drop()
         elif live in self._waiting:
             self._waiting.remove(live)
         elif self._batch is not None:
@@ -78,12 +83,16 @@ class TextEngine:
 
     def step(self) -> list[StepOut]:
         outs = self._place()
+        if self._guest.live is not None:
+            outs += self._receive_guest()
         if self._batch is not None and len(self._batch):
             outs += self._step_batch(self._batch)
         elif self._solo.prefilling:
-            outs += self._prefill()
+            outs += self._prefill(self._solo, decoding=False)
         elif self._solo.live is not None:
+            began = time.perf_counter()
             outs.append(self._solo.decode())
+            self._decode_seconds = smooth(self._decode_seconds, time.perf_counter() - began)
         for out in outs:
             if isinstance(out, TokenOut) and out.finish is not None:
                 self._rows.pop(out.request_id, None)
@@ -95,7 +104,7 @@ class TextEngine:
 
     def next_is_prefill(self) -> bool:
         in_batch = self._batch is not None and self._batch.prefilling
-        return bool(self._waiting) or self._solo.prefilling or in_batch
+        return bool(self._waiting) or self._solo.prefilling or self._guest.live is not None or in_batch
 
     def engine_for(self, request_id: bytes) -> str:
         return self._served.get(request_id, "text")
@@ -107,6 +116,7 @@ class TextEngine:
         self._rows.clear()
         self._waiting.clear()
         self._solo.drop()
+        self._guest.drop()
         if self._batch is not None:
             self._batch.close()
             self._batch = None
@@ -117,37 +127,67 @@ class TextEngine:
         """Give waiting rows a place; a solo row gives up its own if that is in the batch."""
         if not self._waiting:
             return []
-        outs: list[StepOut] = []
         batch, solo = self._batch, self._solo
         if batch is None:
             if solo.live is None:
                 solo.start(self._waiting.popleft())
-            return outs
-        moving: list[Live] = []
-        if solo.live is not None:
-            live = solo.live
-            if not solo.prefilling:
-                outs.append(solo.decode(ahead=False))  # what is being computed belongs to the row
-            if solo.live is not None:
-                solo.drop()
-                moving.append(live)
-        moving += self._waiting
+            return []
+        if len(self._waiting) == 1 and self._guest.live is None:
+            if solo.live is None and not len(batch):
+                solo.start(self._waiting.popleft())
+                return []
+            if not solo.prefilling and not batch.prefilling:
+                self._guest.start(self._waiting.popleft())
+                return []
+        newcomers = [*self._waiting]
         self._waiting.clear()
-        if len(moving) == 1 and not len(batch):
-            solo.start(moving[0])
+        if (guest := self._guest.live) is not None:
+            self._guest.drop()
+            newcomers.insert(0, guest)
+        return self._join(batch, newcomers)
+
+    def _join(self, batch: Batch, newcomers: list[Live]) -> list[StepOut]:
+        """Move newcomers, and the solo row if there is one, into the batch, with what is in their caches."""
+        outs: list[StepOut] = []
+        live = self._solo.live
+        if live is not None:
+            if not self._solo.prefilling:
+                outs.append(self._solo.decode(ahead=False))  # what is being computed belongs to the row
+            if self._solo.live is not None:
+                self._solo.drop()
+                newcomers.insert(0, live)
+        if len(newcomers) == 1 and not len(batch):
+            self._solo.start(newcomers[0])  # the solo row has just ended
             return outs
-        for live in moving:
-            self._note(live, "batch")
-        batch.insert(moving)
+        for one in newcomers:
+            self._note(one, "batch")
+        batch.insert(newcomers)
         return outs
 
-    def _prefill(self) -> list[StepOut]:
-        live = self._solo.live
+    def _receive_guest(self) -> list[StepOut]:
+        """A chunk of the guest's prompt. With its first token it joins those that decode, or takes over from them."""
+        guest, batch = self._guest, self._batch
+        if batch is None or (self._solo.live is None and not len(batch)):
+            self._solo, self._guest = guest, self._solo  # nobody else is left
+            return []
+        outs = self._prefill(guest, decoding=True)
+        live = guest.live
+        if live is not None and not guest.prefilling:
+            outs.append(guest.decode(ahead=False))
+            if guest.live is not None:
+                guest.drop()
+                outs += self._join(batch, [live])
+        return outs
+
+    def _prefill(self, solo: Solo, *, decoding: bool) -> list[StepOut]:
+        live = solo.live
         assert live is not None
-        chunk = chunk_size(self._token_seconds, prompts=1, decoding=False, decode_seconds=0.0)
+        chunk = chunk_size(
+            self._token_seconds, prompts=1, decoding=decoding, decode_seconds=self._decode_seconds or 0.0
+        )
         before = live.cached
         began = time.perf_counter()
-        out = self._solo.prefill(chunk)
+        out = solo.prefill(chunk)
         if live.cached - before > 1:
             per_token = (time.perf_counter() - began) / (live.cached - before)
             self._token_seconds = smooth(self._token_seconds, per_token)
@@ -160,11 +200,17 @@ class TextEngine:
         except _BATCH_FAULTS:
             _log.exception("this model cannot be batched; its requests are served one after the other from now on")
             self._batch = None
+            if (guest := self._guest.live) is not None:
+                self._guest.drop()
+                guest.restart()
+                self._waiting.appendleft(guest)
             for live in reversed(batch.surrender()):
                 self._note(live, "text")
                 self._waiting.appendleft(live)
             return self.step()
-        live = batch.lone if self._may_part else None
+        if not batch.prefilling:
+            self._decode_seconds = batch.decode_seconds or self._decode_seconds
+        live = batch.lone if self._may_part and self._guest.live is None else None
         self._alone = self._alone + 1 if live is not None else 0
         if live is not None and self._alone >= _STEPS_ALONE and live.left >= _TOKENS_WORTH_IT:
             self._alone = 0
