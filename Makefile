@@ -27,7 +27,7 @@ help:
 	@echo 'make test    what CI runs: lint and all tests'
 	@echo 'make lint    ruff and pyright'
 	@echo 'make format  let ruff format and fix'
-	@echo 'make demo    crash a model in mid-answer and see what happens'
+	@echo 'make demo    kill a worker in mid-answer and see the answer go on'
 	@echo 'make bench   benchmarks (ARGS=… is passed on)'
 	@echo 'make chaos   kill and stop processes at random for a while'
 	@echo 'make soak    one long run, looking for leaks'

@@ -38,6 +38,8 @@ def generate(run_dir, **request):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) != 4:
+        sys.exit("usage: python client_example.py RUN_DIR MODEL PROMPT")
     try:
         for piece in generate(sys.argv[1], model=sys.argv[2], messages=[{"role": "user", "content": sys.argv[3]}]):
             print(piece, end="", flush=True)

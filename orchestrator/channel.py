@@ -6,6 +6,7 @@ pyzmq's own asyncio sockets cost a future a message; the pump drains in bulk fro
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ import zmq
 
 from ..protocol import codec
 from ..protocol.limits import MAX_FRAME_BYTES
+
+log = logging.getLogger(__name__)
 
 Context = zmq.Context[zmq.Socket[bytes]]
 """The zmq context that all sockets of one orchestrator share."""
@@ -91,7 +94,10 @@ class Pump:
                 parts = self._socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 break
-            self._on_message(parts)
+            try:
+                self._on_message(parts)
+            except Exception:  # a fault of ours with one message must not leave the others unread
+                log.exception("a message could not be handled")
             if self._socket.closed:
                 return
         if self._on_writable is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ..protocol.codec import FrameError
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import ErrorCode, QueueFull
 from .policy.lifecycle import Problem
@@ -46,7 +47,11 @@ class Dispatcher:
         for request in requests:
             if not request.sent:
                 message = self._table.resumable(request) if request.restarts else request.message
-                self._table.sent(request, self._send(message, request.id))
+                try:
+                    self._table.sent(request, self._send(message, request.id))
+                except FrameError as error:  # defaults or what was said so far made it too large
+                    self._table.fail(request, error.code, str(error))
+                    continue
                 if request.on_trial:
                     return
 

@@ -7,7 +7,6 @@ Holds the run directory, the table of requests and a supervisor a model. Knows n
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import time
@@ -17,9 +16,8 @@ from types import TracebackType
 from typing import Unpack
 
 import msgspec
-import psutil
 
-from ..protocol.codec import PROTOCOL_VERSION, new_request_id
+from ..protocol.codec import new_request_id
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest, ErrorCode, ShuttingDown, UnknownModel
 from ..protocol.events import StatsReply
@@ -31,15 +29,16 @@ from .crew import Host
 from .frontdoor import FrontDoor
 from .incarnation import Plant
 from .local_stream import LocalStream
-from .options import GenerateOptions, LoadOptions, make_generate, make_load
+from .options import GenerateOptions, LoadOptions, differing_options, make_generate, make_load
 from .policy.lifecycle import Budgets, State
 from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
 from .spares import SparePool
-from .spawn import DEFAULT_COMMAND, free_memory
-from .supervisor import OnProgress, Supervisor
+from .spawn import DEFAULT_COMMAND, free_memory, process_figures
+from .supervisor import Supervisor
 from .tap import Tap
 from .views import Result
+from .waiters import OnProgress
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +69,7 @@ class Orchestrator:
         self._command = tuple(worker_command)
         self._supervisors: dict[str, Supervisor] = {}
         self._configured: dict[str, Load] = {name: model.load(name) for name, model in self.config.models.items()}
+        self._entered = False
         self._closing = False
         self._lost_run_dir = False
         self._shutdown_asked = asyncio.Event()
@@ -80,9 +80,21 @@ class Orchestrator:
     # ---- life -------------------------------------------------------------------------------------------
 
     async def __aenter__(self) -> Orchestrator:
-        limits = self.config.limits
+        if self._entered:
+            raise BadRequest("this Orchestrator was started before; make another one")
         wanted = self._wanted_run_dir
         self._run_dir = RunDir.hold(Path(wanted)) if wanted is not None else RunDir.temporary()
+        self._entered = True
+        try:
+            self._start()
+        except OSError as error:
+            self._context.destroy(linger=0)
+            self._run_dir.close()
+            raise BadRequest(str(error)) from None
+        return self
+
+    def _start(self) -> None:
+        limits = self.config.limits
         self._context = open_context()
         self._table = RequestTable(
             max_requests=limits.max_requests,
@@ -90,7 +102,9 @@ class Orchestrator:
             on_proven=self._request_proven,
             on_deadline=self._deadline,
         )
-        self._tap = Tap(self._context, self._run_dir.path)
+        self._tap = Tap(self._context, self._run_dir.path)  # sockets first: they can fail, and nothing runs yet
+        if self._with_front_door:
+            self._front_door = FrontDoor(self, self._context, self._run_dir.daemon_socket, limits)
         plant = Plant(self._context, self._run_dir, self._command, self._tap.show)
         self._spares = SparePool(plant, limits.spare_workers)
         self._host = Host(
@@ -110,12 +124,9 @@ class Orchestrator:
         )
         self._started_at = time.monotonic()
         self._tick()
-        if self._with_front_door:
-            self._front_door = FrontDoor(self, self._context, self._run_dir.daemon_socket, self.config.limits)
         for name, model in self.config.models.items():
             if model.preload:
                 self._supervisor_for(name).preload()
-        return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -124,7 +135,7 @@ class Orchestrator:
 
     async def close(self) -> None:
         """Tell every request, end every worker within `shutdown_grace_s`, reap them, free the run directory."""
-        if self._closing:
+        if self._closing or not self._entered:
             return
         self._closing = True
         for request in self._table.live():
@@ -158,6 +169,7 @@ class Orchestrator:
 
     @property
     def run_dir(self) -> Path:
+        self._refuse_if_not_started()
         return self._run_dir.path
 
     @property
@@ -191,11 +203,14 @@ class Orchestrator:
         """`load`, from a checked command."""
         self._refuse_if_closing()
         known = self._supervisors.get(load.name)
+        if known is not None and known.leaving and known.state is not State.STOPPED:
+            await known.wait_gone()  # then load afresh
+            known = self._supervisors.get(load.name)
         if known is not None and known.load != load:
             if known.state not in (State.STOPPED, State.FAILED):
                 raise BadRequest(
                     f"model {load.name!r} is {known.state.value} with other options "
-                    f"({_difference(known.load, load)}); unload it first"
+                    f"({differing_options(known.load, load)}); unload it first"
                 )
             known.load = load
         supervisor = known or self._add_supervisor(load)
@@ -231,7 +246,7 @@ class Orchestrator:
 
     def attach(self, request_id: str | bytes) -> LocalStream:
         """Follow a live or lately finished request from its start."""
-        return self.follow(self.find(request_id_bytes(request_id)))
+        return LocalStream(self.find(request_id_bytes(request_id)), self.cancel, owner=False)
 
     async def models(self) -> list[ModelStatus]:
         """All models: those configured, and those loaded by name."""
@@ -257,6 +272,7 @@ class Orchestrator:
 
     def find(self, request_id: bytes) -> LiveRequest:
         """A live or lately finished request. Raises `BadRequest`."""
+        self._refuse_if_not_started()
         request = self._table.find(request_id)
         if request is None:
             raise BadRequest(f"no request {request_id.hex()}: it never was, or ended some minutes ago")
@@ -285,25 +301,22 @@ class Orchestrator:
         return loaded + idle
 
     def stats_reply(self, name: str | None) -> StatsReply:
+        self._refuse_if_not_started()
         statuses = self.model_statuses()
         if name is not None:
             statuses = [s for s in statuses if s.name == name]
             if not statuses:
                 raise self._unknown(name)
-        process = psutil.Process()
-        daemon: dict[str, float] = {
-            "protocol": float(PROTOCOL_VERSION),
-            "pid": float(process.pid),
-            "rss_bytes": float(process.memory_info().rss),
-            "uptime_s": time.monotonic() - self._started_at,
-            "spares": float(self._spares.waiting),
-            "requests_live": float(len(self._table)),
-            "requests_total": float(self._table.total),
-            "requests_resumed": float(self._table.resumed),
-            "frames_refused": float(
-                self._table.frames_refused + sum(s.frames_refused for s in self._supervisors.values())
+        daemon = process_figures(self._started_at)
+        daemon.update(
+            spares=float(self._spares.waiting),
+            requests_live=float(len(self._table)),
+            requests_total=float(self._table.total),
+            requests_resumed=float(self._table.resumed),
+            frames_refused=float(
+                self._table.frames_refused + sum(w.frames_refused for w in self._supervisors.values())
             ),
-        }
+        )
         if self._front_door is not None:
             daemon.update(self._front_door.figures())
         return StatsReply(models=statuses, daemon=daemon)
@@ -330,8 +343,13 @@ class Orchestrator:
         return UnknownModel(f"no model {name[:80]!r}; {have}")
 
     def _refuse_if_closing(self) -> None:
+        self._refuse_if_not_started()
         if self._closing:
             raise ShuttingDown("the orchestrator is ending")
+
+    def _refuse_if_not_started(self) -> None:
+        if not self._entered:
+            raise BadRequest("the Orchestrator is not started; use `async with Orchestrator(…) as host:`")
 
     def _with_defaults(self, message: Generate) -> Generate:
         """Fill what the request left open and the config sets."""
@@ -376,10 +394,3 @@ class Orchestrator:
         if request.sent:
             return "decode" if request.log.has_text else None if request.log.has_progress else "queued"
         return supervisor.phase_of_waiting() if supervisor is not None else None
-
-
-def _difference(old: Load, new: Load) -> str:
-    names = [f for f in old.__struct_fields__ if getattr(old, f) != getattr(new, f)]
-    with contextlib.suppress(ValueError):
-        names.remove("name")
-    return ", ".join(names)

@@ -25,6 +25,10 @@ from .streams import DONE, FAILED, PROGRESS, SNAPSHOT
 DRAIN_FRAMES_S = 0.015
 """After a process is gone its last frames may still be on their way through the socket."""
 
+LAST_LINES = 2
+LAST_LINE_CHARS = 160
+"""Of a dead worker's log, in the error that its callers get. Prompts and answers are not logged."""
+
 _STREAM_KINDS = frozenset({DONE, FAILED, PROGRESS, SNAPSHOT})
 
 
@@ -153,6 +157,8 @@ class Incarnation:
                 f"{sample.running} running, {sample.memory.footprint / 2**20:.0f} MiB footprint, "
                 f"{sample.memory.mlx_active / 2**20:.0f} MiB active in MLX"
             )
+        if lines := [line[:LAST_LINE_CHARS] for line in self.process.log.tail(LAST_LINES) if line.strip()]:
+            words.append("last lines of its log: " + " / ".join(lines))
         return "".join(f"; {part}" for part in words)
 
     def _junk(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from types import TracebackType
@@ -11,16 +12,20 @@ from typing import cast
 from ..protocol import codec
 from ..protocol.errors import InternalError, RequestTimeout
 from .requests import LiveRequest
+from .streams import Cursor
 from .views import Assembler, Result, Snap, StreamEvent
 
 
 class LocalStream:
     """The answer to one request, in this process. Iterate it for `Snap`s, or await `result()`.
 
-    Leaving the `async with` block or the iteration early cancels the request.
+    Leaving the `async with` block or the iteration early cancels the request, unless it was started detached or is
+    somebody else's (`owner` False, after `attach`).
     """
 
-    def __init__(self, request: LiveRequest, cancel: Callable[[LiveRequest], None]) -> None:
+    def __init__(self, request: LiveRequest, cancel: Callable[[LiveRequest], None], *, owner: bool = True) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._cancels = owner and not request.message.detached
         self._request = request
         self._cancel = cancel
         self._assembler = Assembler(request.id)
@@ -83,7 +88,7 @@ class LocalStream:
 
     def _give_up(self) -> None:
         """Cancel what still runs, unless it was started to outlive its reader."""
-        if not self._assembler.closed and not self._request.message.detached:
+        if not self._assembler.closed and self._cancels:
             self._cancel(self._request)
 
     def _leave(self) -> None:
@@ -101,4 +106,12 @@ class LocalStream:
 
     def __del__(self) -> None:
         if not self._request.closed:
-            self._leave()
+            with contextlib.suppress(RuntimeError):  # the loop may have ended first
+                self._loop.call_soon_threadsafe(_abandon, self._request, self._cursor, self._cancel, self._cancels)
+
+
+def _abandon(request: LiveRequest, cursor: Cursor, cancel: Callable[[LiveRequest], None], cancels: bool) -> None:
+    """A stream was collected, in whatever thread: on the loop, cancel its request and stop reading."""
+    if cancels and not request.closed:
+        cancel(request)
+    cursor.close()

@@ -238,3 +238,8 @@ def _known_keys(given: Mapping[Any, Any], known: tuple[str, ...], where: str) ->
 def _raise_if(problem: checks.Problem | None) -> None:
     if problem is not None:
         raise error_for(problem.code, problem.message)
+
+
+def differing_options(old: Load, new: Load) -> str:
+    """Names of the options in which two loads of one name differ."""
+    return ", ".join(f for f in old.__struct_fields__ if f != "name" and getattr(old, f) != getattr(new, f))

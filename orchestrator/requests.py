@@ -254,12 +254,12 @@ class RequestTable:
             self._quarantine[_prompt_hash(request.message)] = time.monotonic() + QUARANTINE_S
             self.fail(request, problem, f"{message}. Two workers died on this request; it is not tried again")
             return False
+        if crashed and request.message.on_crash == "fail" and (began or request.charge):
+            self.fail(request, problem, message)
+            return False
         if not began:
             return True
         request.restarts += 1
-        if crashed and request.message.on_crash == "fail":
-            self.fail(request, problem, message)
-            return False
         self.resumed += 1
         self.progress(request, "restarting")
         return True

@@ -23,6 +23,7 @@ from ..protocol.limits import SOCKET_PATH_BYTES
 from .spawn import created_at, reap_stale
 
 DAEMON_SOCKET = "daemon.sock"
+TAP_SOCKET = "tap.sock"
 _LOCK = "lock"
 _WORKERS = "workers"
 _LOGS = "logs"
@@ -102,13 +103,21 @@ class RunDir:
 
     @classmethod
     def hold(cls, path: Path) -> RunDir:
-        """Make (0700) and lock a directory, and sweep what a dead holder left. Raises `RunDirBusy`."""
-        path = path.expanduser().absolute()
-        _private_dir(path)
-        lock = _try_lock(path)
-        if lock is None:
-            raise RunDirBusy(path, _holder(path))
-        return cls._held(path, lock, temporary=False)
+        """Make (0700) and lock a directory, and sweep what a dead holder left.
+
+        Raises `RunDirBusy`, or `BadRequest` for a path that cannot be used or holds what is not ours."""
+        try:
+            path = path.expanduser().absolute()
+            _refuse_foreign(path)
+            _private_dir(path)
+            lock = _try_lock(path)
+            if lock is None:
+                raise RunDirBusy(path, _holder(path))
+            return cls._held(path, lock, temporary=False)
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            shown = os.fsencode(str(path).encode("utf-8", "replace").decode())[:200].decode("utf-8", "replace")
+            raise BadRequest(f"{shown!r} cannot be a run directory: {reason}") from None
 
     @classmethod
     def temporary(cls) -> RunDir:
@@ -127,16 +136,20 @@ class RunDir:
 
     @classmethod
     def _held(cls, path: Path, lock: IO[str], *, temporary: bool) -> RunDir:
-        lock.seek(0)
-        lock.truncate()
-        lock.write(json.dumps({"pid": os.getpid()}))
-        lock.flush()
         held = cls(path, lock, temporary=temporary)
-        reap_stale(path / _WORKERS)
-        held._remove_sockets()
-        _private_dir(path / _WORKERS)
-        _private_dir(path / _LOGS)
-        _private_dir(socket_path(path, DAEMON_SOCKET).parent)
+        try:
+            lock.seek(0)
+            lock.truncate()
+            lock.write(json.dumps({"pid": os.getpid()}))
+            lock.flush()
+            reap_stale(path / _WORKERS)
+            held._remove_sockets()
+            _private_dir(path / _WORKERS)
+            _private_dir(path / _LOGS)
+            _private_dir(socket_path(path, DAEMON_SOCKET).parent)
+        except BaseException:
+            held.close()
+            raise
         return held
 
     @property
@@ -151,7 +164,8 @@ class RunDir:
         created = created_at(pid)
         if created is not None:
             note = {"pid": pid, "token": token, "created": created}
-            (self.path / _WORKERS / f"{pid}.json").write_text(json.dumps(note))
+            with contextlib.suppress(OSError):  # a full disk: then a later start cannot find it, but its lifeline can
+                (self.path / _WORKERS / f"{pid}.json").write_text(json.dumps(note))
 
     def forget_worker(self, pid: int) -> None:
         (self.path / _WORKERS / f"{pid}.json").unlink(missing_ok=True)
@@ -160,7 +174,7 @@ class RunDir:
         for folder in {self.path, socket_path(self.path, DAEMON_SOCKET).parent}:
             if folder.is_dir():
                 for entry in folder.iterdir():
-                    if entry.is_socket():
+                    if _is_our_socket(entry):
                         entry.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -174,6 +188,17 @@ class RunDir:
         if self._temporary:
             shutil.rmtree(self.path, ignore_errors=True)
         self._lock.close()
+
+
+def _refuse_foreign(path: Path) -> None:
+    """A directory that holds something, and was never a run directory, is somebody's: it is not taken over."""
+    if path.is_dir() and not (path / _LOCK).is_file() and any(path.iterdir()):
+        raise BadRequest(f"{path} is not empty and not a run directory of mlx-bulkhead; choose another one")
+
+
+def _is_our_socket(entry: Path) -> bool:
+    name = entry.name
+    return entry.is_socket() and (name in (DAEMON_SOCKET, TAP_SOCKET) or (name[:2] == "w-" and name[-5:] == ".sock"))
 
 
 def _try_lock(path: Path) -> IO[str] | None:

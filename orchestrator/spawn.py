@@ -14,12 +14,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from ..protocol.codec import PROTOCOL_VERSION
 from .log_ring import LogRing
 
 DEFAULT_COMMAND: tuple[str, ...] = (sys.executable, "-P", "-m", "mlx_bulkhead.worker")
@@ -37,6 +39,21 @@ class SpawnSpec:
     env: Mapping[str, str]
     command: Sequence[str] = DEFAULT_COMMAND
     prewarm: bool = False
+
+
+_lifelines: set[int] = set()
+"""Write ends of the pipes of all live workers."""
+
+
+def _close_in_fork() -> None:
+    """A fork of this process (a parent app may use them) must not keep our workers alive after we are gone."""
+    for fd in _lifelines:
+        with contextlib.suppress(OSError):
+            os.close(fd)
+    _lifelines.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class WorkerProcess:
@@ -68,6 +85,7 @@ class WorkerProcess:
             raise
         finally:
             os.close(lifeline_read)
+        _lifelines.add(self._lifeline)
         self.pid = self._popen.pid
         assert self._popen.stdout is not None
         self._output = self._popen.stdout.fileno()
@@ -136,6 +154,7 @@ class WorkerProcess:
         self._read_output()
         self._close_output()
         if self._lifeline >= 0:
+            _lifelines.discard(self._lifeline)
             os.close(self._lifeline)
             self._lifeline = -1
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -167,23 +186,17 @@ class WorkerProcess:
 
 
 def _arguments(spec: SpawnSpec, lifeline_fd: int) -> list[str]:
-    return [
-        "--endpoint",
-        spec.endpoint,
-        "--incarnation",
-        spec.token,
-        "--lifeline-fd",
-        str(lifeline_fd),
-        "--run-dir",
-        str(spec.run_dir),
-        "--parent",
-        str(os.getpid()),
-        "--name",
-        spec.name,
-        "--model",
-        spec.model,
-        *(["--prewarm"] if spec.prewarm else []),
-    ]
+    options = {
+        "endpoint": spec.endpoint,
+        "incarnation": spec.token,
+        "lifeline-fd": lifeline_fd,
+        "run-dir": spec.run_dir,
+        "parent": os.getpid(),
+        "name": spec.name,
+        "model": spec.model,
+    }
+    # One word an option: a name may begin with a dash.
+    return [f"--{key}={value}" for key, value in options.items()] + (["--prewarm"] if spec.prewarm else [])
 
 
 def _environment(extra: Mapping[str, str]) -> dict[str, str]:
@@ -191,6 +204,17 @@ def _environment(extra: Mapping[str, str]) -> dict[str, str]:
     base.update(PYTHONUNBUFFERED="1", TOKENIZERS_PARALLELISM="false")
     base.update(extra)
     return base
+
+
+def process_figures(started_at: float) -> dict[str, float]:
+    """What `stats` says of this process itself. `started_at`: monotonic seconds."""
+    process = psutil.Process()
+    return {
+        "protocol": float(PROTOCOL_VERSION),
+        "pid": float(process.pid),
+        "rss_bytes": float(process.memory_info().rss),
+        "uptime_s": time.monotonic() - started_at,
+    }
 
 
 def free_memory() -> int:
@@ -217,7 +241,7 @@ def reap_stale(notes: Path) -> list[int]:
             record = json.loads(note.read_text())
             process = psutil.Process(int(record["pid"]))
             same = abs(process.create_time() - float(record["created"])) < 1.0
-            if same and str(record["token"]) in process.cmdline():
+            if same and any(str(record["token"]) in word for word in process.cmdline()):
                 process.kill()
                 killed.append(process.pid)
         except (OSError, ValueError, KeyError, TypeError, psutil.Error):

@@ -7,14 +7,11 @@ requests `requests.py`'s.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TypeVar
 
 import msgspec
 
@@ -33,13 +30,11 @@ from .policy.lifecycle import Effect, Model, State
 from .policy.restart import is_victim
 from .requests import LiveRequest
 from .run_dir import log_path
+from .waiters import OnProgress, Waiters
 
 log = logging.getLogger(__name__)
 
 HEALTH_TICK_S = 0.25
-
-_T = TypeVar("_T")
-OnProgress = Callable[[LoadProgress], None]
 
 
 class Supervisor:
@@ -60,9 +55,7 @@ class Supervisor:
         self._events: deque[lifecycle.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
-        self._load_waiters: list[asyncio.Future[WorkerInfo]] = []
-        self._unload_waiters: list[asyncio.Future[None]] = []
-        self._watchers: list[OnProgress] = []
+        self._waiters = Waiters()
         self._health = health.Health.FINE
         self._forgiven_until = 0.0
         self._frames_refused = 0
@@ -79,38 +72,25 @@ class Supervisor:
     def leaving(self) -> bool:
         """Whether the model is gone, or going without coming back."""
         model = self._model
-        return model.state is State.STOPPED or (model.state is State.STOPPING and model.after == "stopped")
+        going = model.state in (State.STOPPING, State.DRAINING) and model.after == "stopped"
+        return going or model.state is State.STOPPED
 
     async def wait_loaded(self, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Ask for the model and wait until it is READY. Raises the typed error of a failed load."""
-        return await self._wait(lifecycle.Wanted(explicit=True), on_progress)
+        return await self._waiters.loaded(self.preload, on_progress)
 
     async def restart(self, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Replace the worker, and return once the new one is READY. Running requests are resumed."""
         self._post(lifecycle.RestartAsked())  # first: a READY worker must not answer the waiter
-        return await self._wait(None, on_progress)
-
-    async def _wait(self, event: lifecycle.Event | None, on_progress: OnProgress | None) -> WorkerInfo:
-        waiter: asyncio.Future[WorkerInfo] = self._loop.create_future()
-        self._load_waiters.append(waiter)
-        if on_progress is not None:
-            self._watchers.append(on_progress)
-        try:
-            if event is not None:
-                self._post(event)
-            return await waiter
-        finally:
-            with contextlib.suppress(ValueError):
-                self._load_waiters.remove(waiter)
-            if on_progress is not None:
-                self._watchers.remove(on_progress)
+        return await self._waiters.loaded(lambda: None, on_progress)
 
     async def unload(self, *, drain: bool = False) -> None:
         """Unload, and return once the process is reaped."""
-        waiter: asyncio.Future[None] = self._loop.create_future()
-        self._unload_waiters.append(waiter)
-        self._post(lifecycle.Unwanted(drain=drain))
-        await waiter
+        await self._waiters.ended(lambda: self._post(lifecycle.Unwanted(drain=drain)))
+
+    async def wait_gone(self) -> None:
+        """Wait for an unload that somebody else asked for."""
+        await self._waiters.ended(lambda: None)
 
     def preload(self) -> None:
         """Ask for the model without waiting for it."""
@@ -274,18 +254,12 @@ class Supervisor:
                 self.kill()
             case Effect.TELL_LOADED:
                 assert self.info is not None
-                for waiter in _drain(self._load_waiters):
-                    waiter.set_result(self.info)
+                self._waiters.tell_loaded(self.info)
             case Effect.TELL_LOAD_FAILED:
                 problem = self._problem()
-                for waiter in _drain(self._load_waiters):
-                    waiter.set_exception(error_for(problem.code.value, problem.message))
+                self._waiters.tell_load_failed(lambda: error_for(problem.code.value, problem.message))
             case Effect.TELL_UNLOADED:
-                self._crew.when_gone(self._tell_unloaded)
-
-    def _tell_unloaded(self) -> None:
-        for waiter in _drain(self._unload_waiters):
-            waiter.set_result(None)
+                self._crew.when_gone(self._waiters.tell_ended)
 
     def _problem(self) -> lifecycle.Problem:
         return self._model.problem or lifecycle.Problem(ErrorCode.UNLOADED, "the model was unloaded")
@@ -334,7 +308,8 @@ class Supervisor:
     def heard(self, message: Message) -> None:
         """News that fits the state becomes an event; what does not is counted as junk."""
         worker = self._crew.worker
-        assert worker is not None
+        if worker is None:
+            return
         match (message, self.state):
             case (Hello(), State.HANDSHAKING):
                 refusal = worker.refusal_of(message)
@@ -345,8 +320,7 @@ class Supervisor:
                     self._post(lifecycle.Stepped())
             case (LoadProgress(), State.LOADING):
                 self._post(lifecycle.LoadMoved())
-                for watcher in tuple(self._watchers):
-                    watcher(message)
+                self._waiters.tell_progress(message)
             case (Loaded(), State.LOADING):
                 self.info = message.info
                 self._post(lifecycle.LoadEnded())
@@ -392,10 +366,3 @@ class Supervisor:
         else:
             if self.state is State.READY and self._crew.consider_recycling(self.load, now):
                 self._post(lifecycle.RestartAsked())
-
-
-def _drain(waiters: list[asyncio.Future[_T]]) -> list[asyncio.Future[_T]]:
-    """Take all waiters that still wait."""
-    waiting = [w for w in waiters if not w.done()]
-    waiters.clear()
-    return waiting

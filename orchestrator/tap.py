@@ -8,9 +8,7 @@ import zmq
 
 from ..protocol import codec
 from .channel import Context, Pump, bind, open_socket
-from .run_dir import socket_path
-
-TAP_SOCKET = "tap.sock"
+from .run_dir import TAP_SOCKET, socket_path
 
 
 class Tap:

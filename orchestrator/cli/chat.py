@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ...protocol.errors import BulkheadError, Disconnected
 from ...protocol.exit_codes import CliExit
+from .answer import show_answer, summary
 from .common import RunDir, note
 from .errors import report
-from .run import MaxTokens, ModelArgument, Seed, System, Temperature, show_answer, summary
+from .run import MaxTokens, ModelArgument, Seed, System, Temperature
 from .target import serving
 
 if TYPE_CHECKING:
     from ..client import Client
     from ..options import GenerateOptions
     from ..views import Result
+
+MARK = "> "
 
 
 def chat(
@@ -35,12 +39,13 @@ def chat(
     with serving(model, run_dir) as (client, name):
         while True:
             try:
-                text = input("> ").strip()
+                text = _ask().strip()
             except EOFError:
-                print()
+                if sys.stdin.isatty():
+                    note("")
                 return CliExit.OK
             except KeyboardInterrupt:
-                print()
+                note("\n/exit or Ctrl-D leaves")
                 continue
             if text == "/exit":
                 return CliExit.OK
@@ -56,6 +61,16 @@ def chat(
             else:
                 turns.append({"role": "assistant", "content": answer.text})
                 note(summary(answer))
+
+
+def _ask() -> str:
+    """The next line. The mark that asks for it is for a person at a terminal, and no part of the output."""
+    if not sys.stdin.isatty():
+        return input()
+    if sys.stdout.isatty():
+        return input(MARK)  # so that line editing knows of the mark
+    print(MARK, end="", file=sys.stderr, flush=True)
+    return input()
 
 
 def _answer(client: Client, name: str, turns: list[dict[str, str]], options: GenerateOptions) -> Result | None:

@@ -61,6 +61,13 @@ def mib(count: float) -> str:
     return f"{count / 1024**2:.0f} MiB" if count else "-"
 
 
+def mib_of(done: int, total: int) -> str:
+    """How much of some bytes, readable; `total` 0: nobody knows."""
+    if total:
+        return f"{done / 1024**2:.0f}/{total / 1024**2:.0f} MiB"
+    return mib(done) if done else ""
+
+
 def span(seconds: float) -> str:
     """A duration, readable."""
     minutes, rest = divmod(int(seconds), 60)

@@ -8,6 +8,7 @@ import typer
 
 from ...protocol.errors import BadRequest, BulkheadError, Disconnected, UnknownModel
 from ...protocol.exit_codes import CliExit
+from ...protocol.values import WorkerInfo
 from .common import Json, Name, RunDir, connect, mib, note, print_json
 from .errors import report
 
@@ -49,8 +50,13 @@ def load(
     if json:
         print_json(info)
     else:
-        note(f"{name}: ready in {info.load_seconds:.1f} s, engine {info.engine}, {mib(info.memory_after.footprint)}")
+        note(ready(name, info))
     return CliExit.OK
+
+
+def ready(name: str, info: WorkerInfo) -> str:
+    """The line that a load or restart ends with."""
+    return f"{name}: ready in {info.load_seconds:.1f} s, engine {info.engine}, {mib(info.memory_after.footprint)}"
 
 
 def load_exit(error: BulkheadError) -> CliExit:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from ...protocol.events import LoadProgress
-from .common import note
+from .common import mib_of, note
 
 Show = Callable[[LoadProgress], None]
 
@@ -26,13 +26,12 @@ def load_progress(name: str) -> Iterator[Show]:
         task = bar.add_task(f"{name}: starting", total=None, count="")
 
         def show(progress: LoadProgress) -> None:
-            count = f"{progress.done}/{progress.total}" if progress.total else ""
             bar.update(
                 task,
                 description=f"{name}: {progress.phase}",
                 total=progress.total or None,
                 completed=progress.done,
-                count=count,
+                count=mib_of(progress.done, progress.total),
             )
 
         yield show

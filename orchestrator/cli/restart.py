@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...protocol.errors import BulkheadError
 from ...protocol.exit_codes import CliExit
 from .common import Name, RunDir, connect, note
-from .load import load_exit
+from .load import load_exit, ready
 
 
 def restart(name: Name, run_dir: RunDir = None) -> int:
@@ -18,5 +18,5 @@ def restart(name: Name, run_dir: RunDir = None) -> int:
                 info = client.restart(name, on_progress=show)
         except BulkheadError as error:
             return load_exit(error)
-    note(f"{name}: ready in {info.load_seconds:.1f} s, engine {info.engine}")
+    note(ready(name, info))
     return CliExit.OK

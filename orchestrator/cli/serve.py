@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import shlex
 import signal
 import sys
 from collections.abc import Sequence
@@ -64,12 +65,13 @@ async def _serve(config_file: Path | None, run_dir: Path | None) -> int:
             loop.add_signal_handler(number, end)
         print(f"bulkhead ready: {socket_path(host.run_dir, DAEMON_SOCKET)}", file=sys.stderr, flush=True)
         await host.wait_shutdown()
-        gave_up = host.gave_up
+        gave_up, where = host.gave_up, host.run_dir
         lost = host.lost_run_dir
     if lost:
         say_error(f"the run directory {where} was deleted under the daemon")
         return CliExit.FAILED
     if gave_up:
-        say_error(f"gave up on {', '.join(gave_up)}; see bulkhead logs NAME --run-dir {where}")
+        logs = [f"bulkhead logs {shlex.quote(name)} --run-dir {shlex.quote(str(where))}" for name in gave_up]
+        say_error(f"gave up on {', '.join(gave_up)}; see: {'; '.join(logs)}")
         return CliExit.GAVE_UP
     return CliExit.OK

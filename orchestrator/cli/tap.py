@@ -10,19 +10,29 @@ from typing import Annotated, Any
 import typer
 
 from ...protocol import codec
+from ...protocol.events import Heartbeat
 from ...protocol.exit_codes import CliExit
 from .common import Json, RunDir, connect, note, run_dir_of
 
 MAX_LINE_CHARS = 300
+HEARTBEAT = bytes([codec.kind_of(Heartbeat)])
+VEILED = frozenset(
+    {"prompt", "text", "content", "messages", "tokens", "resume_tokens", "template_args", "tools", "arguments"}
+)
+"""Fields, at any depth, that hold what people and models wrote."""
 
 
 def tap(
     model: Annotated[str | None, typer.Option("--model", help="Only frames of this model.")] = None,
     text: Annotated[bool, typer.Option("--text", help="Show prompts and answers too.")] = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show heartbeats too.")] = False,
     json: Json = False,
     run_dir: RunDir = None,
 ) -> int:
-    """Print frames as they pass, until Ctrl-C or the daemon's end. Prompts and answers only with --text."""
+    """Print frames as they pass, until Ctrl-C or the daemon's end.
+
+    Of prompts and answers only the sizes, unless --text is given. Heartbeats are left out, unless --all is given.
+    """
     from ..client_io import watch_tap
     from ..run_dir import socket_path
     from ..tap import TAP_SOCKET
@@ -31,8 +41,10 @@ def tap(
     path = socket_path(run_dir_of(run_dir), TAP_SOCKET)
     note(f"watching {path}; Ctrl-C ends")
     for direction, name, head, body in watch_tap(path):
-        if model is None or name.decode("utf-8", "replace") == model:
-            _show(direction.decode(), name.decode("utf-8", "replace"), head, body, text=text, json=json)
+        whose = name.decode("utf-8", "replace")
+        if model not in (None, whose) or (head[:1] == HEARTBEAT and not everything):
+            continue
+        _show(direction.decode(), whose, head, body, text=text, json=json)
     return CliExit.OK
 
 
@@ -41,7 +53,7 @@ def _show(direction: str, model: str, head: bytes, body: bytes, *, text: bool, j
 
     fields = _fields(body)
     if not text:
-        fields = {key: _veiled(value) for key, value in fields.items()}
+        fields = veiled(fields)
     kind = head[0] if head else 0
     cls = codec.KINDS.get(kind)
     record = {
@@ -72,18 +84,19 @@ def _fields(body: bytes) -> dict[str, Any]:
     except Exception as error:  # a junk frame is what one looks for here
         return {"unreadable": str(error)}
     if not isinstance(value, Mapping):
-        return {"value": value}
+        return {"content": value}  # nobody knows what; never shown without --text
     return {str(key): item for key, item in value.items() if key != "type"}
 
 
-def _veiled(value: Any) -> Any:
-    """A value with its text and lists reduced to their sizes."""
-    if isinstance(value, str) and len(value) > 0:
-        return f"<{len(value)} characters>"
-    if isinstance(value, bytes):
-        return f"<{len(value)} bytes>"
-    if isinstance(value, list):
-        return f"<{len(value)} items>"
+def veiled(value: Any) -> Any:
+    """A value with the texts in it reduced to their sizes; all else as it is."""
     if isinstance(value, Mapping):
-        return {str(key): _veiled(item) for key, item in value.items()}
-    return value
+        return {str(key): _size(item) if key in VEILED else veiled(item) for key, item in value.items()}
+    return [veiled(item) for item in value] if isinstance(value, list) else value
+
+
+def _size(value: Any) -> Any:
+    for kind, unit in ((str, "characters"), (bytes, "bytes"), ((list, Mapping), "items")):
+        if isinstance(value, kind):
+            return f"<{len(value)} {unit}>"
+    return value if value is None else "<a value>"

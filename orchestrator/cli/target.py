@@ -35,7 +35,7 @@ def serving(model: str, run_dir: Path | None) -> Iterator[tuple[Client, str]]:
     from .progress import load_progress
 
     with local_client() as client:
-        with load_progress(model) as show:
+        with load_progress(_short(model)) as show:
             client.load("model", model, on_progress=show)
         yield client, "model"
 
@@ -47,6 +47,13 @@ def _daemon(run_dir: Path | None) -> tuple[Client | None, Disconnected | Unknown
         return Client(run_dir_of(run_dir)), UnknownModel("")
     except Disconnected as error:
         return None, error
+
+
+def _short(model: str) -> str:
+    """The last part of a path or hub id: enough to show while it loads."""
+    from ..options import local_path
+
+    return Path(local_path(model)).name or model
 
 
 def _known(client: Client, model: str) -> str | None:

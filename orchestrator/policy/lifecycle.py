@@ -130,6 +130,8 @@ def _wanted(model: Model, event: Wanted, now: float) -> Decision:
             return model, (Effect.FAIL_REQUESTS,)
         case State.STOPPING if model.after in ("stopped", "failed") and (event.explicit or model.after == "stopped"):
             return msgspec.structs.replace(model, after="spawn"), ()
+        case State.DRAINING:
+            return msgspec.structs.replace(model, after="spawn"), ()
         case State.READY:
             return model, (Effect.TELL_LOADED, Effect.DISPATCH)
         case _:
@@ -142,7 +144,8 @@ def _unwanted(model: Model, event: Unwanted, now: float, budgets: Budgets) -> De
             after = _to(model, State.STOPPED, problem=_UNLOADED, history=RestartHistory())
             return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED, Effect.TELL_UNLOADED)
         case State.READY if event.drain:
-            return _to(model, State.DRAINING, deadline=now + budgets.drain_s), (Effect.ASK_TO_DRAIN,)
+            after = _to(model, State.DRAINING, deadline=now + budgets.drain_s, after="stopped")
+            return after, (Effect.ASK_TO_DRAIN,)
         case State.READY | State.DRAINING:
             after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
             return after, (Effect.FAIL_REQUESTS, Effect.ASK_TO_END)
@@ -188,14 +191,21 @@ def _tick(model: Model, now: float, budgets: Budgets) -> Decision:
             problem = Problem(ErrorCode.LOAD_FAILED, f"the load made no progress for {budgets.load_silence_s:g} s")
             return _stopping(model, now, budgets.term_s, 2, after="failed", problem=problem), (Effect.KILL,)
         case State.DRAINING:
-            after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
-            return after, (Effect.FAIL_REQUESTS, Effect.ASK_TO_END)
+            return _drained(model, now, budgets)
         case State.STOPPING if model.rung == 0:
             return _stopping(model, now, budgets.term_s, 1), (Effect.TERMINATE,)
         case State.STOPPING:
             return _stopping(model, now, budgets.term_s, 2), (Effect.KILL,)
         case _:
             raise IllegalEdge(f"a deadline in state {model.state}")
+
+
+def _drained(model: Model, now: float, budgets: Budgets) -> Decision:
+    """The last request has ended, or time is up. If the model is wanted again, its next worker gets the rest."""
+    if model.after == "spawn":
+        return _stopping(model, now, budgets.polite_s, 0), (Effect.ASK_TO_END,)
+    after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
+    return after, (Effect.FAIL_REQUESTS, Effect.ASK_TO_END)
 
 
 def _spawn_failed(model: Model, event: SpawnFailed, now: float, policy: RestartPolicy) -> Decision:
@@ -232,11 +242,12 @@ def _exited(model: Model, event: Exited, now: float, policy: RestartPolicy) -> D
         problem = Problem(model.problem.code, f"{model.problem.message}; it was killed{event.detail}")
     else:
         problem = Problem(ErrorCode.WORKER_CRASHED, f"the worker died{doing} ({words}){event.detail}")
+    then: After = "spawn" if model.after == "spawn" else "stopped"
     if model.state is State.DRAINING and event.returncode == 0:
-        return _stopped(msgspec.structs.replace(model, after="stopped", problem=_UNLOADED))
+        return _stopped(msgspec.structs.replace(model, after=then, problem=_UNLOADED))
     model = msgspec.structs.replace(model, crashes=model.crashes + 1)
     if model.state is State.DRAINING:
-        return _stopped(msgspec.structs.replace(model, after="stopped", problem=problem))
+        return _stopped(msgspec.structs.replace(model, after=then, problem=problem))
     return _ended(model, event.returncode, problem, now, event.dice, policy, victim=event.victim)
 
 
@@ -305,8 +316,7 @@ def _news(model: Model, event: Event, now: float, budgets: Budgets) -> Decision:
         case (State.READY | State.DRAINING, Stepped()):
             return msgspec.structs.replace(model, stable=True), ()
         case (State.DRAINING, Idle()):
-            after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
-            return after, (Effect.ASK_TO_END,)
+            return _drained(model, now, budgets)
         case (_, Idle() | Stepped()):
             return model, ()
         case _:

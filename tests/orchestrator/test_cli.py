@@ -10,9 +10,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+from mlx_bulkhead.orchestrator.cli.answer import restarts
 from mlx_bulkhead.orchestrator.cli.app import run
-from mlx_bulkhead.orchestrator.cli.common import mib, span
+from mlx_bulkhead.orchestrator.cli.common import mib, mib_of, span
+from mlx_bulkhead.orchestrator.cli.ps import listing
+from mlx_bulkhead.orchestrator.cli.tap import veiled
+from mlx_bulkhead.orchestrator.cli.target import _short as short_name
 from mlx_bulkhead.orchestrator.run_dir import log_path
 from mlx_bulkhead.protocol.commands import Cancel, Generate, Load, Restart, Shutdown, Stats, Unload
 from mlx_bulkhead.protocol.errors import ErrorCode
@@ -28,7 +33,7 @@ from mlx_bulkhead.protocol.events import (
     Unloaded,
 )
 from mlx_bulkhead.protocol.exit_codes import CliExit
-from mlx_bulkhead.protocol.values import ModelStatus, WorkerInfo, WorkerStats
+from mlx_bulkhead.protocol.values import Memory, ModelStatus, WorkerInfo, WorkerStats
 
 from tests.support.fake_daemon import FakeDaemon, answer_with, done
 
@@ -128,10 +133,11 @@ def test_load_prints_plain_lines_without_a_terminal(daemon: FakeDaemon, capfd: p
 
 
 def test_restart_and_unload(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
-    daemon.answers[Restart] = lambda r: r.reply(Loaded("a", INFO))
+    info = msgspec.structs.replace(INFO, memory_after=Memory(footprint=3 * 2**20))
+    daemon.answers[Restart] = lambda r: r.reply(Loaded("a", info))
     daemon.answers[Unload] = lambda r: r.reply(Unloaded("a"))
     assert run(["restart", "a"]) == run(["unload", "a"]) == 0
-    assert capfd.readouterr().err.splitlines() == ["a: ready in 1.2 s, engine text", "a: unloaded"]
+    assert capfd.readouterr().err.splitlines() == ["a: ready in 1.2 s, engine text, 3 MiB", "a: unloaded"]
 
 
 def test_ps(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,6 +150,17 @@ def test_ps(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(capfd.readouterr().out)
     assert [model["name"] for model in listed] == ["a", "b"]
     assert listed[0]["restarts"] == 0
+
+
+def test_a_note_is_whole_in_a_pipe_and_fits_a_terminal() -> None:
+    model = ModelStatus(name="b", state="BACKOFF", problem="word " * 60, next_retry_s=2.0)
+    assert listing([model], None).endswith("word word (again in 2 s)")
+    line = listing([model], 120).splitlines()[1]
+    assert len(line) == 120
+    assert line.endswith("… (again in 2 s)")
+    short = ModelStatus(name="b", state="BACKOFF", problem="short")
+    assert listing([short], 120).endswith("  short")
+    assert listing([model], 10).splitlines()[1].endswith("… (again in 2 s)")
 
 
 def test_stats(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
@@ -216,7 +233,7 @@ def test_ctrl_c_in_chat_ends_the_answer_and_not_the_chat(daemon: FakeDaemon) -> 
         child.stdin.flush()
         request = daemon.expect(Generate)
         request.reply(Accepted(), Snapshot(0, 0, "first"))
-        assert child.stdout.read(len("> first")) == "> first"
+        assert child.stdout.read(len("first")) == "first"
         child.send_signal(signal.SIGINT)
         daemon.expect(Cancel)
         request.reply(done("first", reason="cancelled"))
@@ -229,6 +246,7 @@ def test_ctrl_c_in_chat_ends_the_answer_and_not_the_chat(daemon: FakeDaemon) -> 
         out, err = child.communicate("/exit\n", timeout=30)
     assert child.returncode == 0
     assert "error: full" in err
+    assert ">" not in out
     assert "Traceback" not in out + err
 
 
@@ -286,6 +304,33 @@ def test_doctor_knows_a_stale_socket_and_a_long_path(short_tmp: Path, monkeypatc
 def test_numbers_for_people() -> None:
     assert [mib(0), mib(3 * 2**20), mib(5 * 2**30)] == ["-", "3 MiB", "5.0 GiB"]
     assert [span(5), span(65), span(3700), span(200_000)] == ["5s", "1m05s", "1h01m", "2d7h"]
+    assert [mib_of(0, 0), mib_of(2**20, 0), mib_of(2**20, 5 * 2**30)] == ["", "1 MiB", "1/5120 MiB"]
+    assert [restarts(1), restarts(2)] == ["1 worker restart", "2 worker restarts"]
+    assert [short_name("/m/x/"), short_name("org/name"), short_name("./a")] == ["x", "name", "a"]
+
+
+def test_the_tap_veils_what_people_and_models_wrote_and_nothing_else() -> None:
+    turn = {"role": "user", "content": "secret", "tool_calls": [{"arguments": "secret"}]}
+    frame = {"engine": "text", "n": 1, "prompt": "secret", "messages": [turn], "tokens": [7, 8], "tools": None}
+    assert veiled(frame) == {
+        "engine": "text",
+        "n": 1,
+        "prompt": "<6 characters>",
+        "messages": "<1 items>",
+        "tokens": "<2 items>",
+        "tools": None,
+    }
+    assert veiled([turn]) == [
+        {"role": "user", "content": "<6 characters>", "tool_calls": [{"arguments": "<6 characters>"}]}
+    ]
+
+
+def test_the_example_says_how_it_is_used() -> None:
+    example = Path(__file__).parents[2] / "docs" / "client_example.py"
+    done = subprocess.run([sys.executable, str(example)], capture_output=True, text=True, check=False, timeout=30)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("usage: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_help_names_every_command_and_loads_no_sockets(capfd: pytest.CaptureFixture[str]) -> None:

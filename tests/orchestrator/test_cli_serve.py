@@ -101,7 +101,7 @@ def test_a_daemon_that_gave_up_says_so(short_tmp: Path) -> None:
         child.terminate()
         err = end(child)
     assert child.returncode == CliExit.GAVE_UP
-    assert "error: gave up on lost" in err
+    assert f"error: gave up on lost; see: bulkhead logs lost --run-dir {short_tmp}\n" in err
 
 
 @pytest.mark.parametrize("text", ["x = = 1", "[limits]\nmax_clients = 0"])
@@ -116,7 +116,7 @@ def test_a_bad_file_is_a_usage_error(short_tmp: Path, text: str) -> None:
     assert ended.stderr.count("\n") == 1
 
 
-def test_tap_shows_frames_without_text_and_ends_with_the_daemon(short_tmp: Path) -> None:
+def test_tap_shows_frames_and_ends_with_the_daemon(short_tmp: Path) -> None:
     with serve() as child:
         with subprocess.Popen(
             [*CLI, "tap", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -130,7 +130,8 @@ def test_tap_shows_frames_without_text_and_ends_with_the_daemon(short_tmp: Path)
             assert run(["stop"]) == 0
             rest, _ = tap.communicate(timeout=30)
             assert tap.returncode == 0
-            assert "private" not in json.dumps(frame) + rest
+            assert "private" in json.dumps(frame) + rest  # a path is no text of anybody's
+            assert "Heartbeat" not in json.dumps(frame) + rest
         end(child)
 
 

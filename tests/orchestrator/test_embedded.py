@@ -232,8 +232,8 @@ async def test_the_host_is_private_and_named(short_tmp: Path) -> None:
             if entry.is_socket():
                 assert stat.S_IMODE(entry.stat().st_mode) == 0o600
         command = psutil.Process(status(host, "my model").pid or 0).cmdline()
-        assert "my model" in command
-        assert str(os.getpid()) in command
+        assert "--name=my model" in command
+        assert f"--parent={os.getpid()}" in command
 
 
 async def test_worker_logs_are_kept(short_tmp: Path) -> None:

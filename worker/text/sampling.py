@@ -27,6 +27,9 @@ _MASK_64 = 2**64 - 1
 _LARGEST_SHARPNESS = 1e30
 """Beyond this, 1 / temperature would overflow a float32; a draw is greedy long before."""
 
+_SMALLEST_TOP_P = 1e-6
+"""Below this only the likeliest token stays anyhow, and a float32 would make nothing of it."""
+
 
 class Chooser(NamedTuple):
     """What picks a row's tokens. Stateful: each part is called exactly once a token."""
@@ -80,7 +83,7 @@ class Draw:
         sharpness = min(1.0 / sampling.temperature, _LARGEST_SHARPNESS)
         # Arrays, because a compiled function is compiled anew for each Python number.
         self._sharpness = mx.array(sharpness, dtype=mx.float32)
-        self._top_p = mx.array(sampling.top_p, dtype=mx.float32)
+        self._top_p = mx.array(max(sampling.top_p, _SMALLEST_TOP_P), dtype=mx.float32)
         self._log_min_p = mx.array(math.log(sampling.min_p) if sampling.min_p else 0.0, dtype=mx.float32)
         self._pick = _picker(sampling.top_p < 1.0, sampling.min_p > 0.0, sampling.top_k)
 
