@@ -19,10 +19,11 @@ COMMAND = (sys.executable, "-P", "-m", "mlx_bulkhead.orchestrator")
 class Daemon:
     """Starts a daemon and waits until it answers."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, *arguments: str) -> None:
         self.run_dir = run_dir
         began = time.perf_counter()
-        self._process = subprocess.Popen([*COMMAND, "--run-dir", str(run_dir)], stdout=subprocess.DEVNULL)
+        command = [*COMMAND, "--run-dir", str(run_dir), *arguments]
+        self._process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         try:
             self.client = self._connect(began + READY_WITHIN_S)
         except BaseException:
@@ -39,6 +40,11 @@ class Daemon:
     @property
     def rss_mb(self) -> float:
         return psutil.Process(self.pid).memory_info().rss / 1e6
+
+    def kill(self) -> None:
+        """SIGKILL, as a crash would be. Its client stays as it is."""
+        self._process.kill()
+        self._process.wait()
 
     def close(self) -> None:
         try:

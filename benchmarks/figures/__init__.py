@@ -11,6 +11,7 @@ from .first_token import first_token
 from .footprint import footprint
 from .newcomer import newcomer
 from .probe import probe
+from .recovery import recovery
 from .single import single
 from .together import eight, sixteen
 from .wire import wire
@@ -24,6 +25,7 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "cancel-decode": in_decode,
     "cancel-prefill": in_prefill,
     "newcomer": newcomer,
+    "recovery": recovery,
     "footprint": footprint,
     "wire": wire,
 }
