@@ -18,7 +18,7 @@ from ..protocol.events import Loaded, LoadFailed
 from ..protocol.exit_codes import WorkerExit
 from ..protocol.values import FinishReason
 from .emitter import Emitter
-from .engines.base import Engine, PrefillOut, Refused, TokenOut
+from .engines.base import Engine, PrefillOut, Refused, StepOut, TokenOut
 from .faults import is_out_of_memory, say
 from .mailbox import Mailbox, Order
 from .progress import WorkerProgress
@@ -218,7 +218,8 @@ class Service:
                 assert_never(out)
         if running and not engine.busy:
             self._fail_lost()
-        self._mailbox.kick()
+        if not (outs and all(map(_tells_only_the_end_of_prefill, outs))):
+            self._mailbox.kick()
         if now >= self._next_sample:
             self._sample(now)
 
@@ -293,3 +294,8 @@ class Service:
         progress, table = self._progress, self._table
         progress.running, progress.queued = len(table.running), len(table.waiting)
         progress.oldest_request_at = table.oldest_received_at
+
+
+def _tells_only_the_end_of_prefill(out: StepOut) -> bool:
+    """Such news leaves with the first token, which is next: a wake-up now would only delay that."""
+    return isinstance(out, PrefillOut) and out.processed >= out.total
