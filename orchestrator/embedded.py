@@ -71,6 +71,7 @@ class Orchestrator:
         self._configured: dict[str, Load] = {name: model.load(name) for name, model in self.config.models.items()}
         self._entered = False
         self._closing = False
+        self._ending: asyncio.Future[None] | None = None
         self._lost_run_dir = False
         self._shutdown_asked = asyncio.Event()
         self._front_door: FrontDoor | None = None
@@ -135,9 +136,14 @@ class Orchestrator:
 
     async def close(self) -> None:
         """Tell every request, end every worker within `shutdown_grace_s`, reap them, free the run directory."""
-        if self._closing or not self._entered:
+        if not self._entered:
             return
-        self._closing = True
+        if self._ending is None:
+            self._closing = True
+            self._ending = asyncio.ensure_future(self._end())
+        await asyncio.shield(self._ending)  # whoever is cancelled here, the end goes on
+
+    async def _end(self) -> None:
         for request in self._table.live():
             self._table.fail(request, ErrorCode.SHUTTING_DOWN, "the orchestrator is ending")
         workers = list(self._supervisors.values())
@@ -338,7 +344,7 @@ class Orchestrator:
         return supervisor
 
     def _unknown(self, name: str) -> UnknownModel:
-        known = sorted({*self._supervisors, *self._configured})
+        known = sorted({*(n for n, s in self._supervisors.items() if not s.leaving), *self._configured})
         have = f"known are {', '.join(known[:10])}" if known else "no model is loaded or configured"
         return UnknownModel(f"no model {name[:80]!r}; {have}")
 
@@ -367,13 +373,11 @@ class Orchestrator:
             self._table.end_here(request, reason)
 
     def _request_closed(self, request: LiveRequest) -> None:
-        supervisor = self._supervisors.get(request.model)
-        if supervisor is not None:
+        if (supervisor := self._supervisors.get(request.model)) is not None:
             supervisor.request_closed(request)
 
     def _request_proven(self, request: LiveRequest) -> None:
-        supervisor = self._supervisors.get(request.model)
-        if supervisor is not None:
+        if (supervisor := self._supervisors.get(request.model)) is not None:
             supervisor.request_proven()
 
     def _deadline(self, request: LiveRequest) -> None:

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import cast
 
 from ..protocol import codec
-from ..protocol.errors import InternalError, RequestTimeout
+from ..protocol.errors import InternalError, ProtocolMismatch, RequestTimeout
 from .requests import LiveRequest
 from .streams import Cursor
 from .views import Assembler, Result, Snap, StreamEvent
@@ -80,9 +80,14 @@ class LocalStream:
     async def _more(self) -> None:
         await self._fresh.wait()
         self._fresh.clear()
-        for kind, body in self._cursor.take():
-            event = cast(StreamEvent, codec.decode_body(kind, self._request.id, body))
-            snap = self._assembler.feed(event)
+        try:
+            events = [codec.decode_body(kind, self._request.id, body) for kind, body in self._cursor.take()]
+        except codec.FrameError as error:
+            self._assembler.fail(ProtocolMismatch(f"the worker sent a frame that makes no sense: {error}"))
+            self._cancel(self._request)
+            return
+        for event in events:
+            snap = self._assembler.feed(cast(StreamEvent, event))
             if snap is not None:
                 self._snaps.append(snap)
 

@@ -29,8 +29,6 @@ MAX_CHARGE = 1
 CANCEL_GRACE_S = 5.0
 """How long a worker may take to end a cancelled request; then it is ended here. A hung one never would."""
 
-_done_decoder = msgspec.msgpack.Decoder(Done)
-
 
 class LiveRequest:
     """One request. Others read it; only the table writes it."""
@@ -106,6 +104,8 @@ class RequestTable:
     def open(self, request_id: bytes, message: Generate) -> LiveRequest:
         """Accept a checked request. Raises `BadRequest` for an id in use, `QueueFull`, `Quarantined`."""
         now = time.monotonic()
+        if request_id == codec.NO_REQUEST:
+            raise BadRequest("a request id of zeros is reserved; make a random one")
         if request_id in self._live or request_id in self._finished:
             raise BadRequest(f"request id {request_id.hex()} is in use")
         if len(self._live) >= self._max_requests:
@@ -151,22 +151,21 @@ class RequestTable:
                     self._on_proven(request)
         elif kind == PROGRESS:
             request.log.set_progress(body)
-        elif kind == DONE:
-            self._worker_done(request, body)
-        elif kind == FAILED:
-            self._close(request, FAILED, body)
+        elif kind in (DONE, FAILED):
+            self._worker_ended(request, kind, body)
         else:
             self.frames_refused += 1
 
-    def _worker_done(self, request: LiveRequest, body: bytes) -> None:
-        if request.restarts:
-            try:
-                done = _done_decoder.decode(body)
-            except (msgspec.DecodeError, ValueError) as error:
-                self._junk(request, error)
-                return
-            body = codec.encode_body(msgspec.structs.replace(done, restarts=request.restarts))
-        self._close(request, DONE, body)
+    def _worker_ended(self, request: LiveRequest, kind: int, body: bytes) -> None:
+        """A terminal event is looked into before it closes anything: junk must not be a request's last word."""
+        try:
+            event = codec.decode_body(kind, request.id, body)
+        except codec.FrameError as error:
+            self._junk(request, error)
+            return
+        if isinstance(event, Done) and request.restarts:
+            body = codec.encode_body(msgspec.structs.replace(event, restarts=request.restarts))
+        self._close(request, kind, body)
 
     def _junk(self, request: LiveRequest, error: Exception) -> None:
         self.frames_refused += 1
@@ -185,11 +184,11 @@ class RequestTable:
     def charge(self, model: str, holder: str) -> None:
         """The worker of a model died: charge those of its requests that may be the cause.
 
-        If one was on trial it is the cause. Else all that had begun may be, and all that were there are suspects,
-        to be tried one at a time."""
+        If one was on trial it is the cause. Else all that had begun may be or, if none had, all that were there.
+        All of them are suspects then, to be tried one at a time."""
         here = [r for r in self.of_model(model) if r.holder == holder]
         tried = [r for r in here if r.on_trial]
-        for request in tried or [r for r in here if r.started]:
+        for request in tried or [r for r in here if r.started] or here:
             request.charge += 1
         for request in here:
             request.suspect = True

@@ -343,9 +343,10 @@ class Supervisor:
         log.info("%s: worker %d ended: %s", self.name, worker.pid, words)
         now = time.monotonic()
         victim = is_victim(self._host.aborts, self.name, returncode, now)
+        blamed = any(r.on_trial for r in self._requests.of(worker.token))  # on a request, not on the model
         if returncode == -signal.SIGABRT and not victim:
             self._host.aborts[self.name] = now
-        self._post(lifecycle.Exited(returncode, worker.last_words(), random.random(), victim, killed))
+        self._post(lifecycle.Exited(returncode, worker.last_words(), random.random(), victim or blamed, killed))
 
     def _check_health(self) -> None:
         now = time.monotonic()

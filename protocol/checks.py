@@ -178,9 +178,12 @@ def _check_numbers(request: Generate) -> Problem | None:
         return _bad(f"max_tokens must be 1 to {limits.MAX_TOKENS}, or null for the default, got {request.max_tokens}")
     if request.seed is not None and not 0 <= request.seed <= limits.MAX_SEED:
         return _bad(f"seed must be 0 to {limits.MAX_SEED}, or null for fresh randomness, got {request.seed}")
-    for field, count in (("top_k", request.top_k), ("repetition_window", request.repetition_window)):
-        if not 0 <= count <= limits.MAX_TOKENS:
-            return _bad(f"{field} must be 0 to {limits.MAX_TOKENS}, got {count}")
+    for field, count, most in (
+        ("top_k", request.top_k, limits.MAX_TOKENS),
+        ("repetition_window", request.repetition_window, limits.MAX_REPETITION_WINDOW),
+    ):
+        if not 0 <= count <= most:
+            return _bad(f"{field} must be 0 to {most}, got {count}")
     if not 1 <= request.stream_interval <= limits.MAX_STREAM_INTERVAL:
         return _bad(
             f"stream_interval must be 1 to {limits.MAX_STREAM_INTERVAL} tokens, got {request.stream_interval}"
@@ -189,6 +192,7 @@ def _check_numbers(request: Generate) -> Problem | None:
     for field, value, low, high in (
         ("temperature", request.temperature, 0.0, limits.MAX_TEMPERATURE),
         ("min_p", request.min_p, 0.0, 1.0),
+        ("repetition_penalty", request.repetition_penalty, limits.MIN_REPETITION_PENALTY, penalty),
         ("presence_penalty", request.presence_penalty, -penalty, penalty),
         ("frequency_penalty", request.frequency_penalty, -penalty, penalty),
     ):
@@ -196,7 +200,6 @@ def _check_numbers(request: Generate) -> Problem | None:
             return _bad(f"{field} must be {low:g} to {high:g}, got {value}")
     for field, value, high in (
         ("top_p", request.top_p, 1.0),
-        ("repetition_penalty", request.repetition_penalty, limits.MAX_PENALTY),
         ("deadline_s", request.deadline_s, limits.MAX_DEADLINE_S),
     ):
         if value is not None and not 0.0 < value <= high:

@@ -33,6 +33,10 @@ MAX_GRACE_S: Final = 24 * 3600.0
 
 DEFAULT_MAX_TOKENS: Final = 512
 DEFAULT_TEMPERATURE: Final = 0.0
+MAX_REPETITION_WINDOW: Final = 65_536
+MIN_REPETITION_PENALTY: Final = 0.01
+"""Penalties multiply logits in float32; far smaller ones would make nonsense of them."""
+
 DEFAULT_REPETITION_WINDOW: Final = 64
 """Tokens that the repetition penalty looks back over, prompt included."""
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "demo"
 QUESTION = "What is the capital of France?"
-LONG_QUESTION = "Count from 1 to 15."
+LONG_QUESTION = "Count from 1 to 10."
 LONG_TOKENS = 60
 KILL_AFTER = 12
 """Tokens of the long answer; more than half of it is still to come."""

@@ -159,7 +159,7 @@ class Exited(Event, frozen=True):
     detail: str
     dice: float
     victim: bool = False
-    """Another worker's fault took this one along."""
+    """Another worker's fault, or a request on trial, is to blame; it does not count against the model."""
     killed: bool = False
     """It was sent SIGKILL by us."""
 

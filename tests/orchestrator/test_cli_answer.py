@@ -63,15 +63,9 @@ def test_a_restart_is_one_line(daemon: FakeDaemon, capfd: pytest.CaptureFixture[
 
 def test_a_line_for_people_never_joins_one_of_the_answer(daemon: FakeDaemon) -> None:
     daemon.answers[Generate] = lambda r: r.reply(*RESTARTED)
-    both = subprocess.run(
-        [*COMMAND, "run", "a", "hi"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=True,
-        timeout=30,
-    )
-    assert both.stdout.splitlines()[:3] == ["one ", DIED, "two three"]
+    command = [*COMMAND, "run", "a", "hi"]
+    out = subprocess.check_output(command, stderr=subprocess.STDOUT, text=True, timeout=30)
+    assert out.splitlines()[:3] == ["one ", DIED, "two three"]
 
 
 def test_a_terminal_shows_prefill_and_wipes_it(
@@ -128,7 +122,8 @@ def test_the_demo_kills_its_worker_in_mid_answer(
         def restart(request: Received) -> None:
             worker.wait(30)
             ended = msgspec.structs.replace(done(text), restarts=1)
-            request.reply(Progress("restarting"), Progress("prefill"), Snapshot(1, len(before), "and on"), ended)
+            rest = [Snapshot(1, len(before), "and "), Progress("prefill"), Snapshot(2, len(before) + 4, "on")]
+            request.reply(Progress("restarting"), *rest, ended)
 
         def answer(request: Received) -> None:
             request.reply(Accepted(), Snapshot(0, 0, before, list(range(demo.KILL_AFTER))))

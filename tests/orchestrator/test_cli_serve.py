@@ -90,8 +90,8 @@ def test_the_next_daemon_takes_over_what_a_killed_one_left(short_tmp: Path) -> N
     assert second.returncode == 0
 
 
-def test_a_daemon_that_gave_up_says_so(short_tmp: Path) -> None:
-    config = short_tmp / "bulkhead.toml"
+def test_a_daemon_that_gave_up_says_so(short_tmp: Path, tmp_path: Path) -> None:
+    config = tmp_path / "bulkhead.toml"
     config.write_text('[models.lost]\nmodel = "./nothing-here"\npreload = true\n')
     with serve("--config", str(config)) as child:
         assert run(["restart", "lost"]) == CliExit.LOAD_FAILED
@@ -125,13 +125,14 @@ def test_tap_shows_frames_and_ends_with_the_daemon(short_tmp: Path) -> None:
             assert "watching" in tap.stderr.readline()
             assert tap.stdout is not None
             run(["load", "secret", "--model", str(short_tmp / "private")])
-            frame = json.loads(tap.stdout.readline())
-            assert frame["model"] == "secret"
+            first = json.loads(tap.stdout.readline())
             assert run(["stop"]) == 0
-            rest, _ = tap.communicate(timeout=30)
-            assert tap.returncode == 0
-            assert "private" in json.dumps(frame) + rest  # a path is no text of anybody's
-            assert "Heartbeat" not in json.dumps(frame) + rest
+            frames = [first, *map(json.loads, tap.stdout)]
+            assert tap.wait(30) == 0
+            assert {frame["model"] for frame in frames} == {"secret"}
+            (load,) = (frame["body"] for frame in frames if frame["kind"] == "Load")
+            assert load["model"].endswith("private")  # a path is no text of anybody's
+            assert not [frame for frame in frames if frame["kind"] == "Heartbeat"]
         end(child)
 
 

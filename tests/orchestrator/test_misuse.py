@@ -16,7 +16,8 @@ import pytest
 from mlx_bulkhead.orchestrator.embedded import Orchestrator
 from mlx_bulkhead.protocol import codec, limits
 from mlx_bulkhead.protocol.commands import Generate
-from mlx_bulkhead.protocol.errors import BadRequest, BulkheadError, TooLarge, WorkerCrashed
+from mlx_bulkhead.protocol.errors import BadRequest, BulkheadError, ProtocolMismatch, TooLarge, WorkerCrashed
+from mlx_bulkhead.protocol.events import Done
 
 from tests.support.hosts import MISBEHAVING, fake_host, misbehave, status, until
 from tests.support.misbehaving_worker import expected_text
@@ -165,8 +166,48 @@ async def test_on_crash_fail_ends_a_request_that_dies_before_it_begins(short_tmp
         await host.load("m", "fake", env=misbehave("die_on:POISON"))
         with pytest.raises(WorkerCrashed):
             await host.complete("m", prompt="POISON", max_tokens=5, on_crash="fail")
-        assert status(host, "m").crashes == 2  # once by chance, once on trial
+        assert status(host, "m").crashes == 1
         assert (await host.complete("m", prompt="fine", max_tokens=2)).text == expected_text("fine", 2)
+
+
+async def test_bad_prompts_do_not_fail_the_model_or_the_innocent(short_tmp: Path) -> None:
+    """More of them than the model may be restarted for: deaths of a request on trial are the request's."""
+    async with fake_host(short_tmp / "r") as host:
+        await host.load("m", "fake", env=misbehave("die_on:POISON"))
+        poisons = [host.generate("m", prompt=f"POISON {i}", max_tokens=5) for i in range(5)]
+        fine = host.generate("m", prompt="fine", max_tokens=20)
+        for poison in poisons:
+            with pytest.raises(WorkerCrashed, match="Two workers died"):
+                await poison.result()
+        assert (await fine.result()).text == expected_text("fine", 20)
+        assert status(host, "m").state == "READY"
+
+
+async def test_close_goes_on_whoever_is_cancelled_in_it(short_tmp: Path) -> None:
+    host = Orchestrator(run_dir=short_tmp / "r", worker_command=MISBEHAVING)
+    await host.__aenter__()
+    await host.load("m", "fake", env=misbehave("ignore_sigterm"))
+    first = asyncio.ensure_future(host.close())
+    await asyncio.sleep(0)
+    first.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    await host.close()  # waits for the same end
+    async with fake_host(short_tmp / "r"):
+        pass
+
+
+async def test_a_junk_terminal_frame_is_an_error_and_not_a_silence(short_tmp: Path) -> None:
+    async with fake_host(short_tmp / "r") as host:
+        await host.load("m", "fake")
+        stream = host.generate("m", prompt="a", max_tokens=1000)
+        await anext(aiter(stream.snapshots()))
+        raw = bytes.fromhex(stream.request_id)
+        done = codec.kind_of(Done)
+        host._table.worker_event("m", done, raw, b"\x81\xa4type")
+        for _ in range(2):
+            with pytest.raises(ProtocolMismatch):
+                await stream.result()
 
 
 _FORKING_PARENT = """

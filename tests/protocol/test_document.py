@@ -54,7 +54,7 @@ def test_error_codes() -> None:
 
 
 def test_limits() -> None:
-    numbers = {name: value for name, value in vars(limits).items() if name.startswith("MAX_")}
+    numbers = {name: value for name, value in vars(limits).items() if name.startswith(("MAX_", "MIN_"))}
     assert {row[0].strip("`"): _number(row[1]) for row in table("Bounds")} == numbers
 
 
