@@ -25,6 +25,6 @@ def take_plan(plans: Path, model: str) -> str:
 
 
 if __name__ == "__main__":
-    name = sys.argv[sys.argv.index("--name") + 1]
+    name = next(word.removeprefix("--name=") for word in sys.argv if word.startswith("--name="))
     os.environ["BULKHEAD_MISBEHAVE"] = take_plan(Path(os.environ["CHAOS_PLANS"]), name)
     runpy.run_path(str(FAKE), run_name="__main__")
