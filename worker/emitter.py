@@ -16,8 +16,8 @@ from .mailbox import Mailbox
 from .progress import WorkerProgress
 from .requests import Request
 
-SNAPSHOT_PAUSE_S: Final = 0.016
-"""Least time between two snapshots of a request. Below 60 tokens a second each token leaves alone."""
+SNAPSHOT_PAUSE_S: Final = 0.033
+"""Least time between two snapshots of a request. Below 30 tokens a second each token leaves alone."""
 PROGRESS_PAUSE_S: Final = 0.1
 """Least time between two prefill reports of a request; the first and the last always leave."""
 
