@@ -74,7 +74,7 @@ class AsyncClient:
     def generate(self, model: str, **options: Unpack[GenerateOptions]) -> AsyncStream:
         """Start a generation. Returns at once; errors of the daemon come from the stream."""
         command = make_generate(model, options)
-        inbox = AsyncInbox()
+        inbox = AsyncInbox(self._driver)
         own = not command.detached
         live = Live(Generate, new_request_id(), inbox, cancel_on_close=own)
         return AsyncStream(self._driver, live, encode_command(command), inbox, own=own)
@@ -87,7 +87,7 @@ class AsyncClient:
     def attach(self, request_id: str | bytes) -> AsyncStream:
         """Follow a live or lately finished request from its start."""
         target = request_id_bytes(request_id)
-        inbox = AsyncInbox()
+        inbox = AsyncInbox(self._driver)
         body = encode_command(Attach(request=target))
         return AsyncStream(self._driver, Live(Attach, target, inbox), body, inbox, own=False)
 
@@ -113,9 +113,9 @@ class AsyncClient:
         self, command: Command, wanted: type[E], limit: float | None, on_progress: OnProgress | None = None
     ) -> E:
         body = encode_command(command)
-        inbox = AsyncInbox()
-        live = Live(type(command), new_request_id(), inbox, limit)
         driver = self._driver
+        inbox = AsyncInbox(driver)
+        live = Live(type(command), new_request_id(), inbox, limit)
         driver.post(lambda core, now: core.submit(live, body, now))
         answer: E | None = None
         try:
@@ -124,7 +124,7 @@ class AsyncClient:
                 if answer is not None:
                     return answer
         finally:
-            if answer is None and not driver.closed:
+            if answer is None and not driver.gone:
                 driver.post(lambda core, _: core.abandon(live, cancel=False))
 
     async def __aenter__(self) -> AsyncClient:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TypeVar, Unpack
@@ -66,7 +68,7 @@ class Client:
     def generate(self, model: str, **options: Unpack[GenerateOptions]) -> Stream:
         """Start a generation. Returns at once; errors of the daemon come from the stream."""
         command = make_generate(model, options)
-        inbox = Inbox()
+        inbox = Inbox(self._driver)
         own = not command.detached
         live = Live(Generate, new_request_id(), inbox, cancel_on_close=own)
         return Stream(self._driver, live, encode_command(command), inbox, own=own)
@@ -79,7 +81,7 @@ class Client:
     def attach(self, request_id: str | bytes) -> Stream:
         """Follow a live or lately finished request from its start."""
         target = request_id_bytes(request_id)
-        inbox = Inbox()
+        inbox = Inbox(self._driver)
         body = encode_command(Attach(request=target))
         return Stream(self._driver, Live(Attach, target, inbox), body, inbox, own=False)
 
@@ -103,7 +105,7 @@ class Client:
         self, command: Command, wanted: type[E], limit: float | None, on_progress: OnProgress | None = None
     ) -> E:
         body = encode_command(command)
-        inbox = Inbox()
+        inbox = Inbox(self._driver)
         live = Live(type(command), new_request_id(), inbox, limit)
         self._driver.post(lambda core, now: core.submit(live, body, now))
         answer: E | None = None
@@ -130,6 +132,8 @@ class Client:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():
+            return  # the threads were ended before
         if driver := getattr(self, "_driver", None):
             driver.stop()  # waiting for a thread has no place in a collector

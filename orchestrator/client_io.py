@@ -5,12 +5,14 @@ Both drive a `ClientCore` and decide nothing. The only client file that touches 
 
 from __future__ import annotations
 
+import atexit
 import math
 import os
 import select
 import socket
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ..protocol.errors import Disconnected, InternalError
-from .channel import BATCH, open_socket
+from .channel import BATCH, LINGER_MS, open_socket
 from .client_core import ClientCore, Connect
 
 Input = Callable[[ClientCore, float], None]
@@ -27,6 +29,24 @@ Input = Callable[[ClientCore, float], None]
 
 DROPPED = "its connection ended"
 Context = zmq.Context[zmq.Socket[bytes]]
+
+
+class Home:
+    """The process that a client was made in. In a fork of it there is no socket thread, and zmq may not be used."""
+
+    def __init__(self, owner: str) -> None:
+        self._owner = owner
+        self._pid = os.getpid()
+
+    @property
+    def left(self) -> bool:
+        """Whether this is another process."""
+        return os.getpid() != self._pid
+
+    def check(self) -> None:
+        """Raises `Disconnected` in another process."""
+        if self.left:
+            raise Disconnected(f"made before a fork; make a new {self._owner} in this process")
 
 
 def why_not_there(path: Path) -> str:
@@ -109,16 +129,17 @@ class Wire:
             ended = is_drop(self.monitor.recv_multipart(zmq.NOBLOCK)) or ended
         return ended
 
-    def close(self) -> None:
+    def close(self, linger: int | None = None) -> None:
         self.socket.disable_monitor()
-        self.monitor.close()
-        self.socket.close()
+        self.monitor.close(0)
+        self.socket.close(linger)
 
 
 class ThreadDriver:
     """Drives a core from a thread of its own; any thread may `post`."""
 
     def __init__(self, core: ClientCore, path: Path) -> None:
+        self.home = Home("Client")
         self._core = core
         self._path = path
         self._inputs: deque[Input] = deque()
@@ -134,9 +155,18 @@ class ThreadDriver:
         self._poll.register(self._wake_read, select.POLLIN)
         self._thread = threading.Thread(target=self._run, name="bulkhead-client", daemon=True)
         self._thread.start()
+        _drivers.add(self)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs, so that answers can still come."""
+        return self._thread.is_alive()
 
     def post(self, wanted: Input) -> None:
-        """Have the thread do something with the core. Raises `Disconnected` once closed."""
+        """Have the thread do something with the core. Raises `Disconnected` once closed, and after a fork."""
+        self.home.check()  # before the lock: the fork may have copied it locked
+        if self._stopping:
+            raise Disconnected("the client is closed")
         with self._lock:
             if self._stopping or self._closed:
                 raise Disconnected("the client is closed")
@@ -145,6 +175,8 @@ class ThreadDriver:
 
     def stop(self) -> None:
         """Ask the thread to end; does not wait."""
+        if self._stopping or self.home.left:
+            return
         with self._lock:
             self._stopping = True
             if not self._closed:
@@ -153,6 +185,8 @@ class ThreadDriver:
     def close(self) -> None:
         """End the thread and wait for it, a second at most. Idempotent."""
         self.stop()
+        if self.home.left:
+            return
         if threading.current_thread() is not self._thread:
             self._thread.join(1.0)
 
@@ -175,11 +209,13 @@ class ThreadDriver:
                 self._closed = True
                 os.close(self._wake_read)
                 os.close(self._wake_write)
-            while self._inputs:  # posted in the last moment: their sinks hear of it too
-                self._inputs.popleft()(self._core, time.monotonic())
-            self._core.close()
-            self._drop_wire()
-            context.term()  # bounded by the linger of the socket
+            try:
+                while self._inputs:  # posted in the last moment: their sinks hear of it too
+                    self._inputs.popleft()(self._core, time.monotonic())
+                self._core.close()
+                self._drop_wire()
+            finally:
+                context.destroy(LINGER_MS)  # bounded, whatever went wrong before
 
     def _step(self, context: Context) -> None:
         self._perform(context)
@@ -244,11 +280,29 @@ class ThreadDriver:
             wire.close()
 
 
+_drivers: weakref.WeakSet[ThreadDriver] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_drivers() -> None:
+    """End the threads while they can still run: later one may have been stopped for ever with a lock held."""
+    for driver in list(_drivers):
+        driver.stop()
+    for driver in list(_drivers):
+        driver.close()
+
+
+_tapped: set[Context] = set()
+"""Contexts in use, kept from a collector, which would take them before their sockets and wait for those."""
+
+
 def watch_tap(path: Path) -> Iterator[list[bytes]]:
     """Frames of the daemon's tap, `[direction, model, head, body]`, until the daemon ends."""
     context = new_context()
-    wire = Wire(context, path, zmq.SUB)
+    _tapped.add(context)
+    wire: Wire | None = None
     try:
+        wire = Wire(context, path, zmq.SUB)
         wire.socket.setsockopt(zmq.SUBSCRIBE, b"")
         poller = zmq.Poller()
         poller.register(wire.socket, zmq.POLLIN)
@@ -262,5 +316,7 @@ def watch_tap(path: Path) -> Iterator[list[bytes]]:
             if ended:
                 return
     finally:
-        wire.close()
-        context.term()
+        if wire is not None:
+            wire.close()
+        context.destroy(0)
+        _tapped.discard(context)

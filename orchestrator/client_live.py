@@ -29,6 +29,9 @@ TERMINAL: Final[dict[type[Command], frozenset[int]]] = {
 """Which event ends the answer to a command."""
 
 
+ENDED: Final = "the event loop of this client has ended, or is another; make a new AsyncClient in this one"
+
+
 class Rewind:
     """Item of a sink: the stream starts again from its beginning (after an `Attach`)."""
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..protocol.errors import Disconnected, RequestTimeout
 from .client_answers import PROGRESS, StreamReader
-from .client_live import Item, Live
+from .client_live import ENDED, Item, Live
 from .views import Result, Snap
 
 if TYPE_CHECKING:
@@ -20,10 +21,17 @@ if TYPE_CHECKING:
     from .client_loop import LoopDriver
 
 
+CLOSED: Final = "the stream was closed before its end"
+BUSY: Final = "a stream has one reader at a time, and another {} is reading this one"
+LOOK_S: Final = 1.0
+"""How often one who waits looks whether the socket's thread still runs."""
+
+
 class Inbox:
     """The sink of one request: filled by the socket's thread, emptied by a caller's. Bounded by the output."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: ThreadDriver) -> None:
+        self._driver = driver
         self._items: deque[Item] = deque()
         self._filled = threading.Condition(threading.Lock())
 
@@ -36,13 +44,17 @@ class Inbox:
             self._filled.notify()
 
     def pop(self, until: float | None = None) -> Item:
-        """The next item. Raises `RequestTimeout` when none has come by then (monotonic seconds)."""
+        """The next item. Raises `RequestTimeout` when none has come by then (monotonic seconds), and
+        `Disconnected` when none can come."""
+        self._driver.home.check()  # before the lock: the fork may have copied it locked
         with self._filled:
             while not self._items:
                 left = None if until is None else until - time.monotonic()
                 if left is not None and left <= 0:
                     raise RequestTimeout("the request has not ended within the time given; it goes on")
-                self._filled.wait(left)
+                if not self._driver.alive:
+                    raise Disconnected("the client's socket thread has ended")
+                self._filled.wait(LOOK_S if left is None else min(left, LOOK_S))
             return self._items.popleft()
 
 
@@ -51,10 +63,12 @@ def _is_progress(item: Item) -> bool:
 
 
 class Stream:
-    """One request as it runs: iterate for `Snap`s, or call `result()`. For one reading thread at a time.
+    """One request as it runs: iterate for `Snap`s, or call `result()`.
+
+    One thread at a time may read; a second gets a `RuntimeError`.
 
     Leaving a `with` block early, or dropping the last reference, cancels the request, unless it is detached or
-    was only attached to. `cancel()` may be called from any thread.
+    was only attached to. `cancel()` and `close()` may be called from any thread.
     """
 
     def __init__(self, driver: ThreadDriver, live: Live, body: bytes, inbox: Inbox, *, own: bool) -> None:
@@ -63,6 +77,7 @@ class Stream:
         self._inbox = inbox
         self._own = own
         self._reader = StreamReader(live.request_id)
+        self._reading = threading.Lock()
         self.request_id = live.request_id.hex()
         driver.post(lambda core, now: core.submit(live, body, now))
 
@@ -91,11 +106,12 @@ class Stream:
         assembler = self._reader.assembler
         if assembler.result is not None:
             return assembler.result
-        raise assembler.error or Disconnected("the stream was closed before its end")
+        raise assembler.error or Disconnected(CLOSED)
 
     def cancel(self) -> None:
         """End the request with what it has. Idempotent; the stream then ends with finish_reason `cancelled`."""
         if not self._reader.assembler.closed:
+            self._driver.home.check()
             try:
                 self._driver.post(lambda core, _: core.cancel(self._live))
             except Disconnected:
@@ -106,8 +122,10 @@ class Stream:
         assembler = self._reader.assembler
         if assembler.closed:
             return
-        assembler.fail(Disconnected("the stream was closed before its end"))
+        assembler.fail(Disconnected(CLOSED))
         self._abandon()
+        if self._reading.locked() and not self._driver.home.left:
+            self._inbox.push(Disconnected(CLOSED))  # for the thread that waits for it
 
     def _abandon(self) -> None:
         live, own = self._live, self._own  # no reference to self: this runs from __del__ too
@@ -118,13 +136,21 @@ class Stream:
 
     def _next(self, until: float | None) -> Snap | None:
         reader = self._reader
-        while not reader.assembler.closed:
-            snap = reader.feed(self._inbox.pop(until))
-            if reader.broken:
-                self._abandon()
-            if snap is not None:
-                return snap
-        return None
+        if reader.assembler.closed:
+            return None
+        self._driver.home.check()
+        if not self._reading.acquire(blocking=False):
+            raise RuntimeError(BUSY.format("thread"))
+        try:
+            while not reader.assembler.closed:
+                snap = reader.feed(self._inbox.pop(until))
+                if reader.broken:
+                    self._abandon()
+                if snap is not None:
+                    return snap
+            return None
+        finally:
+            self._reading.release()
 
     def __enter__(self) -> Stream:
         return self
@@ -134,15 +160,16 @@ class Stream:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "request_id"):  # else __init__ did not get that far
-            self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "request_id") and not self._reader.assembler.closed and not ending():
+            self._abandon()
 
 
 class AsyncInbox:
     """The sink of one request on the loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, driver: LoopDriver) -> None:
+        self._driver = driver
         self._items: deque[Item] = deque()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -154,12 +181,15 @@ class AsyncInbox:
                 items.pop()  # a state, not a sequence: nobody reads the older one
         items.append(item)
         waiter = self._waiter
-        if waiter is not None and not waiter.done():
+        if waiter is not None and not waiter.done() and not self._driver.loop.is_closed():
             waiter.set_result(None)
 
     async def pop(self) -> Item:
+        self._driver.home.check()
         while not self._items:
-            self._waiter = asyncio.get_running_loop().create_future()
+            if asyncio.get_running_loop() is not self._driver.loop:
+                raise Disconnected(ENDED)  # nobody would wake this one
+            self._waiter = self._driver.loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -169,6 +199,8 @@ class AsyncInbox:
 
 class AsyncStream:
     """One request as it runs: `async for` gives `Snap`s, `await result()` the whole.
+
+    One task at a time may read; a second gets a `RuntimeError`.
 
     Leaving an `async with` block early, or dropping the last reference, cancels the request, unless it is
     detached or was only attached to.
@@ -180,6 +212,7 @@ class AsyncStream:
         self._inbox = inbox
         self._own = own
         self._reader = StreamReader(live.request_id)
+        self._reading = False
         self.request_id = live.request_id.hex()
         driver.post(lambda core, now: core.submit(live, body, now))
 
@@ -211,38 +244,57 @@ class AsyncStream:
         assembler = self._reader.assembler
         if assembler.result is not None:
             return assembler.result
-        raise assembler.error or Disconnected("the stream was closed before its end")
+        raise assembler.error or Disconnected(CLOSED)
 
     def cancel(self) -> None:
         """End the request with what it has. Idempotent; the stream then ends with finish_reason `cancelled`."""
-        if not self._reader.assembler.closed and not self._driver.closed:
-            self._driver.post(lambda core, _: core.cancel(self._live))
+        if not self._reader.assembler.closed:
+            self._driver.home.check()
+            try:
+                self._driver.post(lambda core, _: core.cancel(self._live))
+            except Disconnected:
+                pass  # a closed client has cancelled it
 
     def close(self) -> None:
         """Stop reading: cancels an unfinished request of this client's own. Idempotent, does not wait."""
         assembler = self._reader.assembler
-        if not assembler.closed:
-            assembler.fail(Disconnected("the stream was closed before its end"))
-            self._abandon()
+        if assembler.closed:
+            return
+        assembler.fail(Disconnected(CLOSED))
+        if self._driver.loop.is_closed():
+            self._driver.close()  # with its loop the client has ended; this still cancels
+            return
+        self._abandon()
+        if self._reading and not self._driver.home.left:
+            self._inbox.push(Disconnected(CLOSED))  # for the task that waits for it
 
     def _abandon(self) -> None:
         driver, live, own = self._driver, self._live, self._own
 
         def abandon() -> None:
-            if not driver.closed:
+            if not driver.gone:
                 driver.post(lambda core, _: core.abandon(live, cancel=own))
 
         driver.call(abandon)
 
     async def _next(self) -> Snap | None:
         reader = self._reader
-        while not reader.assembler.closed:
-            snap = reader.feed(await self._inbox.pop())
-            if reader.broken:
-                self._abandon()
-            if snap is not None:
-                return snap
-        return None
+        if reader.assembler.closed:
+            return None
+        self._driver.home.check()
+        if self._reading:
+            raise RuntimeError(BUSY.format("task"))
+        self._reading = True
+        try:
+            while not reader.assembler.closed:
+                snap = reader.feed(await self._inbox.pop())
+                if reader.broken:
+                    self._abandon()
+                if snap is not None:
+                    return snap
+            return None
+        finally:
+            self._reading = False
 
     async def __aenter__(self) -> AsyncStream:
         return self
@@ -252,6 +304,6 @@ class AsyncStream:
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        if hasattr(self, "request_id"):  # else __init__ did not get that far
-            self.close()
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "request_id") and not self._reader.assembler.closed and not ending():
+            self._abandon()

@@ -7,13 +7,43 @@ What needs the vocabulary or the context limit is checked in the worker.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+import unicodedata
+from typing import Any, NamedTuple
 
 from . import limits
 from .codec import ID_BYTES
 from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
 from .errors import ErrorCode
 from .values import ROLES, ChatMessage, Part
+
+RESERVED_TEMPLATE_ARGS = frozenset(
+    (
+        "self",
+        "conversation",
+        "conversations",
+        "messages",
+        "tools",
+        "documents",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "sanitize_control_tokens",
+        "padding",
+        "truncation",
+        "max_length",
+        "return_tensors",
+        "return_dict",
+        "return_assistant_tokens_mask",
+        "tokenizer_kwargs",
+        "processor_kwargs",
+        "load_audio_from_video",
+    )
+)
+"""Names that steer the rendering itself; a template could not tell them from its own variables."""
+
+_INVISIBLE = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
+"""Unicode categories without a mark on paper: controls, format characters, separators."""
 
 
 class Problem(NamedTuple):
@@ -25,6 +55,14 @@ class Problem(NamedTuple):
 
 def _bad(message: str) -> Problem:
     return Problem(ErrorCode.BAD_REQUEST, message)
+
+
+def is_blank(text: str) -> bool:
+    """Nothing of it can be seen: blanks, controls, zero-width characters."""
+    # Most texts show something at once; only for the others is it worth finding the different characters.
+    if any(unicodedata.category(char) not in _INVISIBLE for char in text[:64]):
+        return False
+    return all(unicodedata.category(char) in _INVISIBLE for char in set(text[64:]))
 
 
 def check(command: Command) -> Problem | None:
@@ -108,12 +146,12 @@ def _check_input(request: Generate) -> Problem | None:
     given = [name for name in ("prompt", "tokens", "messages") if getattr(request, name) is not None]
     if len(given) != 1:
         return _bad(f"give exactly one of prompt, tokens, messages; got {' and '.join(given) or 'none'}")
-    if request.prompt is not None and not request.prompt.strip():
+    if request.prompt is not None and is_blank(request.prompt):
         return _bad("prompt is empty or blank")
     if request.tokens is not None and (problem := _check_ids(request.tokens)):
         return problem
     if request.messages is not None:
-        return _check_messages(request.messages)
+        return _check_messages(request.messages) or _check_template_args(request.template_args or {})
     if request.tools:
         return _bad("tools need messages, not prompt or tokens")
     if request.template_args:
@@ -154,6 +192,15 @@ def _check_messages(messages: list[ChatMessage]) -> Problem | None:
     return None
 
 
+def _check_template_args(arguments: dict[str, Any]) -> Problem | None:
+    for name in arguments:
+        if not name.isidentifier():
+            return _bad(f"template_args has {name[:60]!r}, which cannot be the name of a template's variable")
+        if name in RESERVED_TEMPLATE_ARGS:
+            return _bad(f"template_args must not have {name}: it is not a variable of templates but steers rendering")
+    return None
+
+
 def _check_part(part: Part, where: str) -> Problem | None:
     if part.type == "text":
         return _bad(f"{where}.text is missing") if part.text is None else None
@@ -167,10 +214,10 @@ def _check_part(part: Part, where: str) -> Problem | None:
 def _has_content(message: ChatMessage) -> bool:
     content = message.content
     if isinstance(content, str):
-        return bool(content.strip()) or bool(message.tool_calls)
+        return not is_blank(content) or bool(message.tool_calls)
     if content is None:
         return bool(message.tool_calls)
-    return any(part.type == "image" or bool((part.text or "").strip()) for part in content)
+    return any(part.type == "image" or not is_blank(part.text or "") for part in content)
 
 
 def _check_numbers(request: Generate) -> Problem | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -286,3 +287,33 @@ def test_many_threads_share_one_client(daemon: FakeDaemon, client: Client) -> No
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(ask, range(200)))
+
+
+# ---- one reader
+
+
+def test_a_second_thread_that_reads_a_stream_is_told_so(daemon: FakeDaemon, client: Client) -> None:
+    stream = client.generate("m", prompt="hi")
+    received = daemon.expect(Generate)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(stream.result, 10)
+        while not stream._reading.locked():
+            time.sleep(0.01)
+        for read in (stream.result, lambda: next(stream)):
+            with pytest.raises(RuntimeError, match="another thread is reading"):
+                read()
+        received.reply(*accepted_and(TEXT), done(TEXT))
+        assert first.result(10).text == TEXT
+    assert stream.result().text == TEXT
+
+
+def test_closing_a_stream_wakes_the_thread_that_reads_it(daemon: FakeDaemon, client: Client) -> None:
+    stream = client.generate("m", prompt="hi")
+    daemon.expect(Generate)
+    with ThreadPoolExecutor(1) as pool:
+        reader = pool.submit(stream.result)
+        while not stream._reading.locked():
+            time.sleep(0.01)
+        stream.close()
+        with pytest.raises(Disconnected, match="closed before its end"):
+            reader.result(10)

@@ -188,3 +188,24 @@ async def test_close_fails_who_waits_and_cancels(daemon: FakeDaemon, short_tmp: 
     with pytest.raises(Disconnected, match="closed"):
         await task
     assert (await expect(daemon, Cancel)).request_id == request.request_id
+
+
+async def test_a_second_task_that_reads_a_stream_is_told_so(daemon: FakeDaemon, client: AsyncClient) -> None:
+    stream = client.generate("m", prompt="hi")
+    received = await expect(daemon, Generate)
+    first = asyncio.create_task(stream.result())
+    await asyncio.sleep(0.05)
+    with pytest.raises(RuntimeError, match="another task is reading"):
+        await stream.result()
+    received.reply(*accepted_and(TEXT), done(TEXT))
+    assert (await first).text == TEXT
+
+
+async def test_closing_a_stream_wakes_the_task_that_reads_it(daemon: FakeDaemon, client: AsyncClient) -> None:
+    stream = client.generate("m", prompt="hi")
+    await expect(daemon, Generate)
+    reader = asyncio.create_task(stream.result())
+    await asyncio.sleep(0.05)
+    stream.close()
+    with pytest.raises(Disconnected, match="closed before its end"):
+        await asyncio.wait_for(reader, 5)

@@ -123,7 +123,7 @@ GOOD_FIELDS: list[tuple[str, Any]] = [
     ("logit_bias", {}),
     ("logit_bias", {0: -1000.0, MAX: 1000.0}),
     ("prompt", " x "),
-    ("prompt", "\x00"),
+    ("prompt", "a\x00"),
     ("tokens", [0, MAX]),
     ("template_args", {}),
 ]

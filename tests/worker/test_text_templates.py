@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from typing import Any
 
 import pytest
+from mlx_bulkhead.protocol.checks import RESERVED_TEMPLATE_ARGS, check, is_blank
 from mlx_bulkhead.protocol.commands import Generate
 from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.values import ChatMessage, Part
@@ -81,15 +83,109 @@ def test_without_a_template_the_roles_are_written_out() -> None:
         templates.render(Bare(), [say("user", "Hi")], [{"name": "x"}])
 
 
-def test_a_type_error_asks_for_less_each_time() -> None:
-    def only_plain(turns: Any, arguments: dict[str, Any]) -> str:
-        if arguments:
-            raise TypeError("unexpected keyword")
-        return "plain"
+class Python(Fake):
+    """A renderer that takes no arguments but those it names."""
 
-    fake = Fake(only_plain)
-    assert templates.render(fake, [say("user", "x")], [{"name": "t"}], {"enable_thinking": True}) == "plain"
-    assert [sorted(call) for call in fake.calls] == [["enable_thinking", "tools"], ["tools"], ["enable_thinking"], []]
+    def apply_chat_template(  # type: ignore[override]
+        self,
+        turns: Any,
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        colour: str = "",
+        enable_thinking: bool = True,
+    ) -> str:
+        return f"{turns[0]['content']} {colour} {enable_thinking}"
+
+
+def test_a_renderer_in_python_gets_what_it_takes_and_the_rest_is_refused_by_name() -> None:
+    python, chat = Python(None), [say("user", "x")]
+    assert templates.render(python, chat, None, {"colour": "red", "enable_thinking": False}) == "x red False"
+    # Templates ignore these, if they do not know them; so does it.
+    assert templates.render(python, chat, None, {"reasoning_effort": "low", "preserve_thinking": True}) == "x  True"
+    with pytest.raises(Refused, match="takes no template_args size") as refused:
+        templates.render(python, chat, None, {"colour": "red", "size": 1})
+    assert refused.value.code is ErrorCode.BAD_REQUEST
+    with pytest.raises(Refused, match="takes no tools") as refused:
+        templates.render(python, chat, [{"name": "t"}])
+    assert refused.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_mlx_lm_s_own_renderers_are_asked_before_the_tokenizer_s() -> None:
+    class Wrapped(Fake):
+        _thinking_kwarg = "thinking"
+
+        def _chat_template(self, messages: Any, add_generation_prompt: bool, thinking: bool = True) -> str:
+            return ""
+
+    fake = Wrapped(lambda turns, arguments: str(arguments))
+    assert (
+        templates.render(fake, [say("user", "x")], None, {"enable_thinking": False}) == "{'enable_thinking': False}"
+    )
+    with pytest.raises(Refused, match="takes no template_args colour"):
+        templates.render(fake, [say("user", "x")], None, {"colour": "red"})
+
+
+def test_a_type_error_within_a_template_does_not_ask_for_less() -> None:
+    engine = open_tiny(
+        chat_template="{% for t in tools or [] %}{{ t.name + 1 }}{% endfor %}{{ messages[0].content }}"
+    )
+    engine.prepare(b"1", Generate(model="tiny", messages=[say("user", "x")]))
+    for more in ({}, {"template_args": {"enable_thinking": True}}):
+        with pytest.raises(Refused, match=r"refuses these messages.*str") as refused:
+            engine.prepare(b"2", Generate(model="tiny", messages=[say("user", "x")], tools=[{"name": "get"}], **more))
+        assert refused.value.code is ErrorCode.BAD_REQUEST
+    engine.close()
+
+
+def test_what_steers_the_rendering_is_never_taken_from_a_request() -> None:
+    from mlx_lm.tokenizer_utils import TokenizerWrapper
+    from transformers import PreTrainedTokenizerBase
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    steering = {
+        name
+        for call in (
+            PreTrainedTokenizerBase.apply_chat_template,
+            TokenizerWrapper.apply_chat_template,
+            render_jinja_template,
+        )
+        for name, parameter in inspect.signature(call).parameters.items()
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    }
+    assert steering <= RESERVED_TEMPLATE_ARGS
+    for name in RESERVED_TEMPLATE_ARGS:
+        problem = check(Generate(model="tiny", messages=[say("user", "x")], template_args={"ok": 1, name: True}))
+        assert problem is not None
+        assert problem.code is ErrorCode.BAD_REQUEST
+        assert f"must not have {name}:" in problem.message
+
+
+@pytest.mark.parametrize("name", ["", "a b", "1a", "a-b", "a.b", "x" * 100 + "!"])
+def test_template_args_have_names_that_a_template_can_say(name: str) -> None:
+    problem = check(Generate(model="tiny", messages=[say("user", "x")], template_args={name: 1}))
+    assert problem is not None
+    assert problem.code is ErrorCode.BAD_REQUEST
+    assert repr(name[:60]) in problem.message
+
+
+@pytest.mark.parametrize(
+    "text", ["", " \n", "\u200b", "\u2060\ufeff\u00ad", "\u2028\u2029\u00a0", "\x00\x7f", " " * 100 + "\u200d"]
+)
+def test_what_cannot_be_seen_is_blank(text: str) -> None:
+    assert is_blank(text)
+    assert not is_blank(text + "x")
+    assert not is_blank(text + "\U0001f600")
+    part = say("user", [Part(type="text", text=text)])
+    for request in (
+        Generate(model="tiny", prompt=text),
+        Generate(model="tiny", messages=[say("user", text)]),
+        Generate(model="tiny", messages=[part]),
+    ):
+        problem = check(request)
+        assert problem is not None
+        assert problem.code is ErrorCode.BAD_REQUEST
+        assert "blank" in problem.message
 
 
 @pytest.mark.parametrize("error", [TypeError("no"), ValueError("roles must alternate"), RuntimeError("x")])

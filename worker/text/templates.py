@@ -6,13 +6,17 @@ The caller's messages are never changed: the template gets copies.
 from __future__ import annotations
 
 import copy
+import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...protocol.errors import ErrorCode
 from ...protocol.values import ChatMessage, TemplateInfo
 from ..engines.base import Refused
+
+_HINTS = frozenset(("enable_thinking", "reasoning_effort", "preserve_thinking"))
+"""Arguments that a renderer may do without, as a Jinja template does with a variable that it does not know."""
 
 _FORMATS = (
     ("chatml", ("<|im_start|>",)),
@@ -47,9 +51,14 @@ def encode_messages(
     messages: list[ChatMessage],
     tools: list[dict[str, Any]] | None,
     template_args: dict[str, Any] | None,
+    check: Callable[[str], None] = lambda text: None,
 ) -> list[int]:
-    """Ids of a chat, ready for the assistant's answer. Raises `Refused`."""
+    """Ids of a chat, ready for the assistant's answer. Raises `Refused`.
+
+    `check` sees the text before it is encoded, and may raise.
+    """
     text = render(tokenizer, messages, tools, template_args)
+    check(text)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -70,41 +79,61 @@ def render(
         for turn in turns:
             if turn["role"] == "developer":
                 turn["role"] = "system"
+    arguments = _arguments(tokenizer, tools, template_args)
     first: Exception | None = None
     for variant in _variants(turns):
         try:
-            return _apply(tokenizer, variant, tools, template_args)
+            return _apply(tokenizer, variant, arguments)
         except Exception as error:  # templates raise whatever they like
             first = first or error
     raise Refused(ErrorCode.BAD_REQUEST, f"the chat template refuses these messages: {first}") from first
 
 
-def _apply(
-    tokenizer: Any,
-    turns: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
-    template_args: dict[str, Any] | None,
-) -> str:
-    extra = {"tools": tools} if tools else {}
-    reasoning = template_args or {}
-    error: TypeError | None = None
-    tried: list[dict[str, Any]] = []
-    # Renderers written in Python may not take every argument; each step asks for less.
-    for arguments in ({**extra, **reasoning}, extra, reasoning, {}):
-        if arguments in tried:
+def _apply(tokenizer: Any, turns: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+    text = tokenizer.apply_chat_template(
+        copy.deepcopy(turns), tokenize=False, add_generation_prompt=True, **copy.deepcopy(arguments)
+    )
+    if not isinstance(text, str):
+        raise ValueError(f"it gave {type(text).__name__} instead of text")
+    return text
+
+
+def _arguments(
+    tokenizer: Any, tools: list[dict[str, Any]] | None, template_args: dict[str, Any] | None
+) -> dict[str, Any]:
+    """What the renderer is called with. Raises `Refused` for what it would choke on."""
+    arguments = {**(template_args or {}), **({"tools": tools} if tools else {})}
+    taken = _taken(tokenizer)
+    if taken is None:
+        return arguments
+    for name in list(arguments):
+        if name in taken:
             continue
-        tried.append(arguments)
-        try:
-            text = tokenizer.apply_chat_template(
-                copy.deepcopy(turns), tokenize=False, add_generation_prompt=True, **copy.deepcopy(arguments)
-            )
-        except TypeError as problem:
-            error = error or problem
-            continue
-        if not isinstance(text, str):
-            raise ValueError(f"it gave {type(text).__name__} instead of text")
-        return text
-    raise error or TypeError("it takes no arguments")
+        if name == "tools":
+            raise Refused(ErrorCode.UNSUPPORTED, "this model's chat renderer takes no tools")
+        if name not in _HINTS:
+            raise Refused(ErrorCode.BAD_REQUEST, f"this model's chat renderer takes no template_args {name}")
+        del arguments[name]
+    return arguments
+
+
+def _taken(tokenizer: Any) -> set[str] | None:
+    """Names of the arguments that a renderer written in Python takes. None if it takes any, as Jinja does."""
+    renderer = getattr(tokenizer, "_chat_template", None)  # mlx-lm's own, which goes before the tokenizer's
+    if not callable(renderer):
+        inner = getattr(tokenizer, "_tokenizer", None)
+        renderer = getattr(inner, "apply_chat_template", tokenizer.apply_chat_template)
+    try:
+        parameters = inspect.signature(renderer).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    taken = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    # mlx-lm hands enable_thinking over under the renderer's name for it.
+    if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in taken:
+        taken.add("enable_thinking")
+    return taken
 
 
 def _variants(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
