@@ -107,6 +107,7 @@ _ASCII = bytes(range(128))
 _BECOME_ASCII = "\u037e\u1fef\u212a"
 """Characters outside ASCII that NFC turns into ASCII."""
 
+_MAX_CHAR_BYTES = 4
 _MAX_COMPOSED = 4
 """Characters that Unicode composes into one, at most."""
 
@@ -147,10 +148,14 @@ class LengthBound:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         byte_level, forms = _pipeline(backend, vocabulary)
         count = _count_letters if byte_level else _count_text
-        sizes = [Count(1, 1, 1)]
-        sizes += map(_count_text, special)
-        sizes += [count(token) for token in vocabulary if token not in special]
-        longest = Count(*map(max, zip(*sizes, strict=True)))
+        longest = Count(1, 1, 1)
+        for text in special:
+            longest = Count(*map(max, longest, _count_text(text)))
+        # Long ones first: the rest of a large vocabulary is too short to matter.
+        for token in sorted(vocabulary.keys() - set(special), key=len, reverse=True):
+            if len(token) * (1 if byte_level else _MAX_CHAR_BYTES) <= min(longest):
+                break
+            longest = Count(*map(max, longest, count(token)))
         if forms is None:
             self._longest = Count(*(max(_UNPROVEN_BYTES, size) for size in longest))
             return
