@@ -223,7 +223,7 @@ socket = zmq.Context().socket(zmq.DEALER)
 socket.connect("ipc://" + sys.argv[1])
 for detached in (False, True):
     request = Generate("m", prompt="x", max_tokens=100000, detached=detached)
-    socket.send_multipart(codec.encode(request, bytes([detached] * 16)))
+    socket.send_multipart(codec.encode(request, bytes([1 + detached] * 16)))
 for _ in range(6):
     socket.recv_multipart()
 print("streaming", flush=True)
@@ -246,7 +246,7 @@ async def test_a_killed_clients_requests_are_cancelled_within_a_second_unless_de
             await until(lambda: status(host, "m").in_flight == 1, 5.0)
             assert time.monotonic() - killed < 1.0
         with raw(host) as other:
-            attach = other.send(Attach(bytes([1] * 16)))
+            attach = other.send(Attach(bytes([2] * 16)))
             frame = await other.next()
             assert frame.request_id == attach
             assert isinstance(frame.message, Accepted)
