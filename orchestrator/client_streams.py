@@ -6,10 +6,11 @@ import asyncio
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from types import TracebackType
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from ..protocol.errors import Disconnected, RequestTimeout
 from .client_answers import PROGRESS, StreamReader
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from .client_io import ThreadDriver
     from .client_loop import LoopDriver
 
+
+_Driver = TypeVar("_Driver", "ThreadDriver", "LoopDriver")
 
 CLOSED: Final = "the stream was closed before its end"
 BUSY: Final = "a stream has one reader at a time, and another {} is reading this one"
@@ -37,10 +40,7 @@ class Inbox:
 
     def push(self, item: Item) -> None:
         with self._filled:
-            if self._items and _is_progress(item) and _is_progress(self._items[-1]):
-                self._items[-1] = item  # a state, not a sequence: nobody reads the older one
-            else:
-                self._items.append(item)
+            _put(self._items, item)
             self._filled.notify()
 
     def pop(self, until: float | None = None) -> Item:
@@ -58,11 +58,52 @@ class Inbox:
             return self._items.popleft()
 
 
+def _put(items: deque[Item], item: Item) -> None:
+    """Add an item. Progress is a state, not a sequence: a newer one replaces one that nobody has read."""
+    if items and _is_progress(item) and _is_progress(items[-1]):
+        items[-1] = item
+    else:
+        items.append(item)
+
+
 def _is_progress(item: Item) -> bool:
     return isinstance(item, tuple) and item[0] == PROGRESS
 
 
-class Stream:
+class _Following(ABC, Generic[_Driver]):
+    """What both kinds of stream have in common: one live request, and the reader that assembles its answer."""
+
+    def __init__(self, driver: _Driver, live: Live, *, own: bool) -> None:
+        self._driver = driver
+        self._live = live
+        self._own = own
+        self._reader = StreamReader(live.request_id)
+
+    @abstractmethod
+    def _abandon(self) -> None:
+        """Nobody reads any more."""
+
+    def cancel(self) -> None:
+        """End the request with what it has. Idempotent; the stream then ends with finish_reason `cancelled`."""
+        if not self._reader.assembler.closed:
+            self._driver.home.check()
+            try:
+                self._driver.post(lambda core, _: core.cancel(self._live))
+            except Disconnected:
+                pass  # a closed client has cancelled it
+
+    def _outcome(self) -> Result:
+        assembler = self._reader.assembler
+        if assembler.result is not None:
+            return assembler.result
+        raise assembler.error or Disconnected(CLOSED)
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if hasattr(self, "request_id") and not self._reader.assembler.closed and not ending():
+            self._abandon()
+
+
+class Stream(_Following["ThreadDriver"]):
     """One request as it runs: iterate for `Snap`s, or call `result()`.
 
     One thread at a time may read; a second gets a `RuntimeError`.
@@ -72,11 +113,8 @@ class Stream:
     """
 
     def __init__(self, driver: ThreadDriver, live: Live, body: bytes, inbox: Inbox, *, own: bool) -> None:
-        self._driver = driver
-        self._live = live
+        super().__init__(driver, live, own=own)
         self._inbox = inbox
-        self._own = own
-        self._reader = StreamReader(live.request_id)
         self._reading = threading.Lock()
         self.request_id = live.request_id.hex()
         driver.post(lambda core, now: core.submit(live, body, now))
@@ -103,19 +141,7 @@ class Stream:
         until = None if timeout is None else time.monotonic() + timeout
         while self._next(until) is not None:
             pass
-        assembler = self._reader.assembler
-        if assembler.result is not None:
-            return assembler.result
-        raise assembler.error or Disconnected(CLOSED)
-
-    def cancel(self) -> None:
-        """End the request with what it has. Idempotent; the stream then ends with finish_reason `cancelled`."""
-        if not self._reader.assembler.closed:
-            self._driver.home.check()
-            try:
-                self._driver.post(lambda core, _: core.cancel(self._live))
-            except Disconnected:
-                pass  # a closed client has cancelled it
+        return self._outcome()
 
     def close(self) -> None:
         """Stop reading: cancels an unfinished request of this client's own. Idempotent, does not wait."""
@@ -160,10 +186,6 @@ class Stream:
     ) -> None:
         self.close()
 
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "request_id") and not self._reader.assembler.closed and not ending():
-            self._abandon()
-
 
 class AsyncInbox:
     """The sink of one request on the loop."""
@@ -174,12 +196,7 @@ class AsyncInbox:
         self._waiter: asyncio.Future[None] | None = None
 
     def push(self, item: Item) -> None:
-        items = self._items
-        if items and isinstance(item, tuple) and item[0] == PROGRESS:
-            last = items[-1]
-            if isinstance(last, tuple) and last[0] == PROGRESS:
-                items.pop()  # a state, not a sequence: nobody reads the older one
-        items.append(item)
+        _put(self._items, item)
         waiter = self._waiter
         if waiter is not None and not waiter.done() and not self._driver.loop.is_closed():
             waiter.set_result(None)
@@ -197,7 +214,7 @@ class AsyncInbox:
         return self._items.popleft()
 
 
-class AsyncStream:
+class AsyncStream(_Following["LoopDriver"]):
     """One request as it runs: `async for` gives `Snap`s, `await result()` the whole.
 
     One task at a time may read; a second gets a `RuntimeError`.
@@ -207,11 +224,8 @@ class AsyncStream:
     """
 
     def __init__(self, driver: LoopDriver, live: Live, body: bytes, inbox: AsyncInbox, *, own: bool) -> None:
-        self._driver = driver
-        self._live = live
+        super().__init__(driver, live, own=own)
         self._inbox = inbox
-        self._own = own
-        self._reader = StreamReader(live.request_id)
         self._reading = False
         self.request_id = live.request_id.hex()
         driver.post(lambda core, now: core.submit(live, body, now))
@@ -241,19 +255,7 @@ class AsyncStream:
                     pass
         except TimeoutError:
             raise RequestTimeout("the request has not ended within the time given; it goes on") from None
-        assembler = self._reader.assembler
-        if assembler.result is not None:
-            return assembler.result
-        raise assembler.error or Disconnected(CLOSED)
-
-    def cancel(self) -> None:
-        """End the request with what it has. Idempotent; the stream then ends with finish_reason `cancelled`."""
-        if not self._reader.assembler.closed:
-            self._driver.home.check()
-            try:
-                self._driver.post(lambda core, _: core.cancel(self._live))
-            except Disconnected:
-                pass  # a closed client has cancelled it
+        return self._outcome()
 
     def close(self) -> None:
         """Stop reading: cancels an unfinished request of this client's own. Idempotent, does not wait."""
@@ -303,7 +305,3 @@ class AsyncStream:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if hasattr(self, "request_id") and not self._reader.assembler.closed and not ending():
-            self._abandon()

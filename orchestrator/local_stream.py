@@ -44,9 +44,9 @@ class LocalStream:
         self._cancel(self._request)
 
     def __aiter__(self) -> AsyncIterator[Snap]:
-        return self.snapshots()
+        return self.snapshots(progress=False)
 
-    async def snapshots(self, *, progress: bool = False) -> AsyncIterator[Snap]:
+    async def snapshots(self, *, progress: bool = True) -> AsyncIterator[Snap]:
         """Snaps as they come; with `progress`, also while prefill or a restart goes on. Raises the typed error."""
         self._assembler.progress = progress
         try:
