@@ -77,6 +77,7 @@ class Driver:
         self.text: dict[str, str] = {}
         self.finish: dict[str, str | None] = {}
         self.prefill: dict[str, list[tuple[int, int]]] = {}
+        self.cached: dict[str, int] = {}
         self.log: list[str] = []
         self._streams: dict[str, Any] = {}
 
@@ -94,6 +95,7 @@ class Driver:
             name = out.request_id.decode()
             if isinstance(out, PrefillOut):
                 self.prefill[name].append((out.processed, out.total))
+                self.cached[name] = out.cached
                 continue
             assert isinstance(out, TokenOut)
             assert self.finish[name] is None, "a token after the last"
