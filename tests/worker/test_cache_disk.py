@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from mlx_bulkhead.worker.cache import disk_file, disk_tier, store
+from mlx_bulkhead.worker.cache.prompt_cache import pack
 from mlx_bulkhead.worker.engines.base import Engine
 
 from .test_cache_engine import LONG, ask, cold
@@ -128,7 +129,6 @@ def damage(path: Path, how: str) -> None:
         header["__metadata__"]["tokens"] = tokens[:-8] + "AAAA" + tokens[-4:]
         path.write_bytes(_with_header(header, data[8 + length :]))
     elif how == "another model":
-        length = int.from_bytes(data[:8], "little")
         path.write_bytes(data.replace(path.parent.name.encode(), b"0" * len(path.parent.name), 1))
     elif how == "a header of lists":
         path.write_bytes(_with_header([[[1]]], b""))
@@ -186,22 +186,16 @@ def test_the_states_of_another_model_are_not_taken(tmp_path: Path) -> None:
 
     drive = opened(tmp_path)
     [key] = [path.name for path in tmp_path.iterdir()]
-    tokens = disk_tier.Entry("", disk_tier_pack(LONG), [], 0, True).tokens
+    tokens = pack(LONG)
     draft = disk_file.Draft(key, disk_tier._hash(""), tokens, True)
     for _ in range(4):
         layer = KVCache()
         layer.update_and_fetch(mx.zeros((1, 9, len(LONG), 8)), mx.zeros((1, 9, len(LONG), 8)))
         draft.add(layer)
-    draft.write(tmp_path / key / disk_tier._name(draft.salt, tokens))
+    draft.write(tmp_path / key / disk_tier._name(draft.salt, tokens), draft.header())
     assert ask(drive, "a", LONG) == 0
     assert drive.engine.cache_stats().disk_errors == 1
     drive.engine.close()
-
-
-def disk_tier_pack(ids: list[int]) -> bytes:
-    from mlx_bulkhead.worker.cache.prompt_cache import pack
-
-    return pack(ids)
 
 
 def test_foreign_files_in_the_folder_are_left_alone(tmp_path: Path) -> None:
@@ -262,7 +256,7 @@ def test_a_prefix_over_the_whole_bound_removes_nothing(tmp_path: Path) -> None:
 def test_a_full_disk_is_counted_and_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drive = opened(tmp_path)
 
-    def full(self: disk_file.Draft, path: Path) -> int:
+    def full(self: disk_file.Draft, path: Path, header: bytes) -> None:
         path.write_bytes(b"half of it")
         raise OSError(28, "No space left on device")
 
@@ -373,7 +367,9 @@ def test_bfloat16_comes_back_bit_for_bit(tmp_path: Path) -> None:
     for layer in made:
         layer.update_and_fetch(values, values)
         draft.add(layer)
-    assert draft.write(tmp_path / "file") == (tmp_path / "file").stat().st_size
+    header = draft.header()
+    draft.write(tmp_path / "file", header)
+    assert (tmp_path / "file").stat().st_size == len(header) + draft.size
     back: list[Any] = [KVCache(), RotatingKVCache(1)]
     disk_file.read_into(tmp_path / "file", back)
     for before, after in zip(made, back, strict=True):

@@ -55,7 +55,9 @@ def ask(drive: Driver, name: str, prompt: list[int], max_tokens: int = 12, **opt
     return drive.cached[name]
 
 
-def check(drive: Driver, architecture: str, name: str, prompt: list[int], max_tokens: int = 12, **options: Any) -> int:
+def check(
+    drive: Driver, architecture: str, name: str, prompt: list[int], max_tokens: int = 12, **options: Any
+) -> int:
     saved = ask(drive, name, prompt, max_tokens, **options)
     assert drive.tokens[name] == cold(architecture, prompt, max_tokens)
     assert drive.prefill[name][-1] == (len(prompt), len(prompt))

@@ -90,8 +90,8 @@ class Draft:
             return value
         raise TypeError(f"a cache's state holds a {type(value).__name__}")
 
-    def write(self, path: Path) -> int:
-        """Write and sync the file, without MLX; gives its size. Raises `OSError`."""
+    def header(self) -> bytes:
+        """What comes before the arrays, checksum included."""
         plans = json.dumps(self.plans)
         digest = _digest(self.key, self.salt, self.tokens, plans)
         tensors: dict[str, Any] = {}
@@ -111,15 +111,17 @@ class Draft:
         }
         header = json.dumps({"__metadata__": about, **tensors}).encode()
         header += b" " * (-len(header) % 8)
+        return len(header).to_bytes(8, "little") + header
+
+    def write(self, path: Path, header: bytes) -> None:
+        """Write and sync the file, without MLX. Raises `OSError`."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with open(descriptor, "wb") as file:
-            file.write(len(header).to_bytes(8, "little"))
             file.write(header)
             for _, _, data in self.arrays:
                 file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        return 8 + len(header) + position
 
 
 def read_head(path: Path) -> Head:

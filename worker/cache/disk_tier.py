@@ -1,7 +1,7 @@
 """Owns the prefixes on disk: one folder a model, a file a prefix, oldest out first.
 
-The executor copies layer after layer into host memory when it has time; a thread of its own writes, syncs and
-renames the file. Another worker may use the same folder at the same time. Nothing that goes wrong here ends a
+The executor copies layer after layer into host memory when it has time; `disk_writer` writes
+the file. Another worker may use the same folder at the same time. Nothing that goes wrong here ends a
 request: it is counted, and the prefix is computed.
 """
 
@@ -11,8 +11,6 @@ import contextlib
 import hashlib
 import logging
 import os
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +21,7 @@ from typing import Any, Final
 from . import disk_file
 from .coverage import covered, layout, leaves
 from .disk_file import BadFile, Draft
+from .disk_writer import TEMPORARY, Writer
 from .prompt_cache import Entry, count, usable
 
 LEAST_TOKENS: Final = 32
@@ -35,7 +34,6 @@ LATE_S: Final = 2.0
 """After so long in the queue an entry is copied between the steps of running requests."""
 
 _SUFFIX: Final = ".safetensors"
-_TEMPORARY: Final = ".part"
 _STALE_S: Final = 600.0
 
 _log = logging.getLogger(__name__)
@@ -51,7 +49,7 @@ class Found:
 
 
 class DiskTier:
-    """The folder of one model. All but the writer thread's `_write` runs on the executor."""
+    """The folder of one model. Executor thread only."""
 
     def __init__(
         self, folder: Path, key: str, max_bytes: int, make: Callable[[], list[Any]], wanted: list[Any]
@@ -70,12 +68,7 @@ class DiskTier:
         self._known: dict[str, Found] = {}
         self._pending: deque[tuple[float, Entry]] = deque()
         self._draft: tuple[Draft, deque[Any]] | None = None
-        self._drafts: queue.SimpleQueue[Draft | None] = queue.SimpleQueue()
-        self._idle = threading.Event()
-        self._idle.set()
-        self._thread: threading.Thread | None = None
-        self._written = 0
-        self._changed = False  # set by the writer
+        self._writer = Writer(self.folder, max_bytes, self._fault)
         self.hits = self.errors = self.bytes = 0
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.chmod(self.folder, 0o700)
@@ -84,8 +77,8 @@ class DiskTier:
 
     def stats(self) -> tuple[int, int, int, int]:
         """Files, bytes, hits and errors."""
-        if self._changed:
-            self._changed = False
+        if self._writer.changed:
+            self._writer.changed = False
             self.refresh()
         return len(self._known), self.bytes, self.hits, self.errors
 
@@ -192,10 +185,10 @@ class DiskTier:
         """
         if self._draft is None:
             if not self._pending:
-                return not self._idle.is_set() and not late_only and not self._idle.wait(0.002)
+                return not late_only and not self._writer.wait(0.002)
             if late_only and time.monotonic() - self._pending[0][0] < LATE_S:
                 return True
-            if not self._idle.wait(0.0 if late_only else 0.002):  # one file at a time is in host memory
+            if not self._writer.wait(0.0 if late_only else 0.002):  # one file at a time is in host memory
                 return True
             _, entry = self._pending.popleft()
             salt = _hash(entry.salt)
@@ -207,7 +200,9 @@ class DiskTier:
             self._draft = None
             self._fault("cannot copy a prefix for", self.folder, error)
             return bool(self._pending)
-        if not rest:
+        if draft.size > self._max_bytes:
+            self._draft = None
+        elif not rest:
             self._draft = None
             self._hand_over(draft)
         return True
@@ -219,77 +214,22 @@ class DiskTier:
             pass
         self._pending.clear()
         self._draft = None
-        if self._thread is not None:
-            self._drafts.put(None)
-            self._thread.join(max(0.0, until - time.monotonic()))
+        self._writer.close(max(0.0, until - time.monotonic()))
 
     def _hand_over(self, draft: Draft) -> None:
-        self._idle.clear()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._write_all, name="prefixes", daemon=True)
-            self._thread.start()
-        self._drafts.put(draft)
-
-    def _write_all(self) -> None:
-        while (draft := self._drafts.get()) is not None:
-            try:
-                self._write(draft)
-            except Exception as error:
-                self._fault("cannot write a prefix to", self.folder, error)
-            finally:
-                del draft
-                self._idle.set()
-
-    def _write(self, draft: Draft) -> None:
-        """One file: made aside, synced, then renamed. On the writer thread, without MLX."""
-        name = _name(draft.salt, draft.tokens)
-        self._written += 1
-        aside = self.folder / f".{name}.{os.getpid()}.{self._written}{_TEMPORARY}"
-        try:
-            self._make_room(draft.size)
-            if draft.size > self._max_bytes:
-                return
-            size = draft.write(aside)
-            if size > self._max_bytes:
-                return
-            self._make_room(size, besides=aside.name)
-            os.replace(aside, self.folder / name)
-            _sync_folder(self.folder)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                aside.unlink()
+        """A longer plain prefix serves in place of the shorter ones."""
+        name, replaced = _name(draft.salt, draft.tokens), list[str]()
         if draft.plain:
-            self._drop_prefixes(draft, name)
-        self._changed = True
-
-    def _make_room(self, size: int, besides: str = "") -> None:
-        """Remove the files that were used longest ago, until so many bytes fit."""
-        files: list[tuple[int, int, str]] = []
-        with os.scandir(self.folder) as entries:
-            for entry in entries:
-                if entry.name == besides:
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    files.append((status.st_mtime_ns, status.st_size, entry.name))
-        total = sum(file[1] for file in files)
-        for _, freed, name in sorted(files):
-            if total + size <= self._max_bytes:
-                return
-            with contextlib.suppress(FileNotFoundError):
-                (self.folder / name).unlink()
-            total -= freed
-
-    def _drop_prefixes(self, draft: Draft, name: str) -> None:
-        """A longer plain prefix serves in place of a shorter one."""
-        for other, found in list(self._known.items()):
-            if other != name and found.salt == draft.salt and draft.tokens.startswith(found.tokens):
-                with contextlib.suppress(OSError):
-                    (self.folder / other).unlink()
+            replaced = [
+                other
+                for other, found in self._known.items()
+                if other != name and found.salt == draft.salt and draft.tokens.startswith(found.tokens)
+            ]
+        self._writer.hand_over(draft, name, replaced)
 
     def _clean(self) -> None:
         """Remove what a worker left that ended while it wrote."""
-        for path in self.folder.glob(f".*{_TEMPORARY}"):
+        for path in self.folder.glob(f".*{TEMPORARY}"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_S:
                     path.unlink()
@@ -310,11 +250,3 @@ def _hash(salt: str) -> str:
 
 def _name(salt: str, tokens: bytes) -> str:
     return hashlib.blake2b(salt.encode() + tokens, digest_size=16).hexdigest() + _SUFFIX
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
