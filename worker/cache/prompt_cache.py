@@ -22,6 +22,9 @@ from .coverage import covered, is_plain, leaves, size_of
 LEAST_TOKENS: Final = 8
 """A shorter prefix is computed sooner than it is found."""
 
+_ROOM: Final = 8
+"""Room of up to this part of the tokens is left in an entry: to remove it would be a copy for little."""
+
 _WIDTH: Final = array("I").itemsize
 
 
@@ -113,14 +116,15 @@ class PromptCache:
         position = covered(cache, len(ids))
         if position is None or position < LEAST_TOKENS:
             return None
-        size = size_of(cache)
-        if size is None or size > self._max_bytes:
-            return None  # to make room for it would empty the cache for nothing
         tokens, plain = pack(ids[:position]), is_plain(cache)
         if known := self._holder(salt, tokens):
             self._entries.move_to_end((known.salt, known.tokens))
             return None
         cache = copied(cache, None) if copy else list(cache)
+        _fold(cache)
+        size = size_of(cache)
+        if size is None or size > self._max_bytes:
+            return None  # to make room for it would empty the cache for nothing
         mx.async_eval([leaf.state for leaf in leaves(cache)])  # else it would hold on to what it is cut from
         entry = Entry(salt, tokens, cache, size, plain)
         if plain:
@@ -167,6 +171,14 @@ class PromptCache:
     def _drop(self, entry: Entry) -> None:
         del self._entries[entry.salt, entry.tokens]
         self._bytes -= entry.nbytes
+
+
+def _fold(cache: Sequence[Any]) -> None:
+    """Give back the room for later tokens, where that is much of a cache: a user's copy makes room anew."""
+    for leaf in leaves(cache):
+        if type(leaf).__name__ == "KVCache" and leaf.keys.shape[-2] - leaf.offset > leaf.offset // _ROOM:
+            leaf.keys = mx.contiguous(leaf.keys[..., : leaf.offset, :])
+            leaf.values = mx.contiguous(leaf.values[..., : leaf.offset, :])
 
 
 def copied(cache: Sequence[Any], tokens: int | None) -> list[Any]:

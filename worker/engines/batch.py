@@ -87,7 +87,7 @@ class Batch:
     def remove(self, live: Live) -> None:
         """Drop a row in any phase."""
         uid = self._uid(live)
-        if live.row.caching:
+        if live.caching:
             cache, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
             self._keep(live, cache, len(tokens), False, True)
         else:

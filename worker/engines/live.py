@@ -26,7 +26,7 @@ class Live:
     `ids` holds prompt, emitted and generated tokens. The first `cached` of them are in the row's cache.
     """
 
-    __slots__ = ("cache", "cached", "chooser", "facts", "hit", "ids", "left", "marks", "row", "start")
+    __slots__ = ("cache", "cached", "caching", "chooser", "facts", "hit", "ids", "left", "marks", "row", "start")
 
     def __init__(self, row: Row, facts: Facts) -> None:
         self.row = row
@@ -36,6 +36,8 @@ class Live:
         self.left = row.max_tokens - len(row.emitted)
         self.cache: list[Any] | None = None
         self.cached = 0
+        self.caching = False
+        """Whether it takes part in the prompt cache, and there is one."""
         self.hit = 0
         """Tokens that came from the prompt cache."""
         self.marks: list[tuple[int, bool]] = []

@@ -65,6 +65,7 @@ class TextEngine:
 
     def insert(self, row: Row) -> None:
         live = Live(row, self._facts)
+        live.caching = row.caching and self._store is not None
         self._rows[row.request_id] = live
         self._waiting.append(live)
         self._note(live, "text")
@@ -165,7 +166,7 @@ class TextEngine:
     def _fetch(self, live: Live) -> None:
         """Look for a prefix of a row that is to start. Without one it starts from nothing."""
         store = self._store
-        if store is None or not live.row.caching or live.cache is not None:
+        if store is None or not live.caching or live.cache is not None:
             return
         try:
             live.cache, live.cached = store.fetch(live.row.salt, live.ids)
@@ -177,7 +178,7 @@ class TextEngine:
 
     def _keep(self, live: Live, cache: Sequence[Any] | None, tokens: int, copy: bool, durable: bool) -> None:
         """Leave what a row has computed to later ones."""
-        if self._store is None or not live.row.caching:
+        if self._store is None or not live.caching:
             return
         try:
             self._store.keep(live.row.salt, live.ids[:tokens], cache, copy=copy, durable=durable)
