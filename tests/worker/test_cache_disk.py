@@ -14,10 +14,12 @@ from mlx_bulkhead.worker.cache import disk_file, disk_tier, store
 from mlx_bulkhead.worker.cache.prompt_cache import pack
 from mlx_bulkhead.worker.engines.base import Engine
 
-from .test_cache_engine import LONG, ask, cold
+from .test_cache_engine import LONG as WHOLE
+from .test_cache_engine import ask, cold
 from .test_engine import CACHES, Driver, open_tiny
 
 ROOM = 256 * 1024 * 1024
+LONG = WHOLE[:300]
 
 
 def opened(folder: Path, architecture: str = "qwen3", room: int = ROOM, **options: Any) -> Driver:
