@@ -77,6 +77,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
     recycle_age_s: float | None = None
     recycle_footprint: int | None = None
     deterministic: bool = False
+    cache_entries: int = 64
+    cache_bytes: int | None = None
+    cache_disk_bytes: int = 0
+    cache_dir: str | None = None
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
 
@@ -145,7 +149,11 @@ def _located(model: ModelConfig, base: Path) -> ModelConfig:
     """A model whose path no longer depends on a directory."""
     inside = base / os.path.expanduser(model.model)
     is_path = model.model.startswith((".", "/", "~")) or (model.model != "" and os.path.exists(inside))
-    return msgspec.structs.replace(model, model=os.path.normpath(inside) if is_path else local_path(model.model))
+    folder = model.cache_dir
+    if folder:
+        folder = os.path.normpath(base / os.path.expanduser(folder))
+    path = os.path.normpath(inside) if is_path else local_path(model.model)
+    return msgspec.structs.replace(model, model=path, cache_dir=folder)
 
 
 def _check_ranges(config: Config) -> None:

@@ -43,6 +43,8 @@ class GenerateOptions(TypedDict, total=False):
     deadline_s: float | None
     on_crash: OnCrash
     detached: bool
+    tenant: str
+    cache: bool
 
 
 class LoadOptions(TypedDict, total=False):
@@ -60,6 +62,10 @@ class LoadOptions(TypedDict, total=False):
     recycle_age_s: float | None
     recycle_footprint: int | None
     deterministic: bool
+    cache_entries: int
+    cache_bytes: int | None
+    cache_disk_bytes: int
+    cache_dir: str | os.PathLike[str] | None
 
 
 GENERATE_OPTIONS: Final = tuple(GenerateOptions.__annotations__)
@@ -89,6 +95,9 @@ def make_generate(model: str, options: GenerateOptions) -> Generate:
 def make_load(name: str, model: str | os.PathLike[str], options: LoadOptions) -> Load:
     """The checked command for a load. A local path becomes absolute: the worker has its own directory."""
     fields = _fields(options, LOAD_OPTIONS, "load")
+    folder = fields.get("cache_dir")
+    if isinstance(folder, (str, os.PathLike)) and folder:
+        fields["cache_dir"] = os.path.abspath(os.path.expanduser(os.fspath(folder)))
     load = _through_the_wire(Load, {"name": name, "model": local_path(model), **fields})
     _raise_if(checks.check_load(load))
     return load

@@ -111,6 +111,9 @@ def check_load(load: Load) -> Problem | None:
         ("memory_limit", load.memory_limit, limits.MIB, 2**50),
         ("max_running", load.max_running, 1, 1024),
         ("max_queued", load.max_queued, 0, 100_000),
+        ("cache_entries", load.cache_entries, 0, 100_000),
+        ("cache_bytes", load.cache_bytes, 0, 2**50),
+        ("cache_disk_bytes", load.cache_disk_bytes, 0, 2**50),
         ("recycle_requests", load.recycle_requests, 1, limits.MAX_TOKENS),
         ("recycle_footprint", load.recycle_footprint, limits.MIB, 2**50),
     ):
@@ -119,9 +122,26 @@ def check_load(load: Load) -> Problem | None:
     for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
         if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
             return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
+    if problem := _check_cache(load):
+        return problem
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:
             return _bad(f"env has a key or value that no environment can hold: {key[:60]!r}")
+    return None
+
+
+def _check_cache(load: Load) -> Problem | None:
+    if load.cache_disk_bytes and (load.cache_entries == 0 or load.cache_bytes == 0):
+        return _bad("cache_disk_bytes needs a cache in memory: set neither cache_entries nor cache_bytes to 0")
+    if load.cache_dir is None:
+        return None
+    if not load.cache_disk_bytes:
+        return _bad("cache_dir is of no use without cache_disk_bytes")
+    if not 1 <= len(load.cache_dir) <= limits.MAX_PATH_CHARS or "\0" in load.cache_dir:
+        return _bad(
+            f"cache_dir must be a path of 1 to {limits.MAX_PATH_CHARS} characters without NUL, "
+            f"got {len(load.cache_dir)} characters"
+        )
     return None
 
 
@@ -139,6 +159,7 @@ def check_generate(request: Generate, *, resumed: bool = False) -> Problem | Non
         or _check_stop(request)
         or _check_bias(request)
         or _check_resume(request, resumed)
+        or _check_tenant(request)
     )
 
 
@@ -281,4 +302,10 @@ def _check_resume(request: Generate, resumed: bool) -> Problem | None:
     given = bool(request.resume_tokens), request.resume_chars, request.resume_seq
     if not resumed and any(given):
         return _bad("resume_tokens, resume_chars and resume_seq are set by the orchestrator only")
+    return None
+
+
+def _check_tenant(request: Generate) -> Problem | None:
+    if len(request.tenant) > limits.MAX_NAME_CHARS:
+        return _bad(f"tenant has at most {limits.MAX_NAME_CHARS} characters, got {len(request.tenant)}")
     return None

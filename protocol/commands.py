@@ -48,6 +48,14 @@ class Load(Command, tag=0x01, frozen=True):
     """The same when its process takes so many bytes."""
     deterministic: bool = False
     """Decode one request at a time, for text that never depends on company."""
+    cache_entries: int = 64
+    """Prefixes of prompts kept in memory. 0: nothing is kept, on disk neither."""
+    cache_bytes: int | None = None
+    """Bytes that they may take. None: 15 % of the memory limit, 2 GiB without one. 0: as with `cache_entries`."""
+    cache_disk_bytes: int = 0
+    """Bytes that prefixes may take on disk, where they outlive the worker. 0: none."""
+    cache_dir: str | None = None
+    """Folder for them. None: the user's cache folder."""
 
 
 class Generate(Command, tag=0x02, frozen=True):
@@ -95,6 +103,10 @@ class Generate(Command, tag=0x02, frozen=True):
     """Set by the orchestrator only: characters of the content channel already sent."""
     resume_seq: int = 0
     """Set by the orchestrator only: the `seq` of the next snapshot."""
+    tenant: str = ""
+    """Kept prefixes are shared within a tenant only."""
+    cache: bool = True
+    """Use kept prefixes, and leave this prompt for later ones."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):

@@ -117,6 +117,21 @@ class WorkerInfo(Value, frozen=True):
     versions: dict[str, str] = {}
 
 
+class CacheStats(Value, frozen=True):
+    """Kept prefixes of prompts, in memory and on disk. Hits, misses, tokens, evictions and errors are counters."""
+
+    entries: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    tokens_reused: int = 0
+    evictions: int = 0
+    disk_entries: int = 0
+    disk_bytes: int = 0
+    disk_hits: int = 0
+    disk_errors: int = 0
+
+
 class WorkerStats(Value, frozen=True):
     """One sample of a live worker. Counters only ever grow within one incarnation."""
 
@@ -139,6 +154,7 @@ class WorkerStats(Value, frozen=True):
     memory: Memory = Memory()
     frames_unknown: int = 0
     frames_refused: int = 0
+    cache: CacheStats = CacheStats()
 
 
 class ModelStatus(Value, frozen=True):

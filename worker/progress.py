@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from ..protocol.values import Memory, WorkerStats
+from ..protocol.values import CacheStats, Memory, WorkerStats
 
 RATE_WINDOW_S: Final = 1.0
 
@@ -36,6 +36,7 @@ class WorkerProgress:
         self.oldest_request_at: float | None = None
         self.engine = ""
         self.memory = Memory()
+        self.cache = CacheStats()
 
     @property
     def is_active(self) -> bool:
@@ -80,6 +81,7 @@ class Observer:
             memory=p.memory,
             frames_unknown=self.frames_unknown,
             frames_refused=self.frames_refused,
+            cache=p.cache,
         )
 
     def _rates(self, now: float) -> tuple[float, float]:

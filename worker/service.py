@@ -71,7 +71,7 @@ class Service:
                 self._mailbox.kick()
             if table.running:
                 self._step()
-            elif not table.waiting:
+            elif not table.waiting and not self._tend():
                 self._idle()
 
     # Commands.
@@ -234,6 +234,11 @@ class Service:
         for request in list(self._table.running.values()):
             self._fail(request, ErrorCode.INTERNAL, "the engine lost the request without an answer")
 
+    def _tend(self) -> bool:
+        """Let the engine do a little of what can wait; gives whether there is more. Nothing is late meanwhile."""
+        self._progress.busy_since = None
+        return self._engine.tend()
+
     def _idle(self) -> None:
         """Nothing to do: take a last sample, say so, and block."""
         self._progress.busy_since = None
@@ -245,6 +250,7 @@ class Service:
     def _sample(self, now: float) -> None:
         self._next_sample = now + MEMORY_PAUSE_S
         self._progress.memory = self._engine.memory()
+        self._progress.cache = self._engine.cache_stats()
 
     # Ends.
 

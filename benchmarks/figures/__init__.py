@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..bench import Bench
 from ..measure import Figure
+from .cache import cache, cache_after_crash
 from .cancel import in_decode, in_prefill
 from .first_token import first_token
 from .footprint import footprint
@@ -26,6 +27,8 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "cancel-prefill": in_prefill,
     "newcomer": newcomer,
     "recovery": recovery,
+    "cache": cache,
+    "cache-crash": cache_after_crash,
     "footprint": footprint,
     "wire": wire,
 }

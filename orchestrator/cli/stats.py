@@ -13,7 +13,10 @@ from ...protocol.exit_codes import CliExit
 from ...protocol.values import ModelStatus
 from .common import Json, RunDir, connect, mib, print_json, span, table
 
-HEADINGS = ["NAME", "STATE", "RUNNING", "QUEUED", "PROMPT TOK", "TOK", "PREFILL/S", "DECODE/S", "MEMORY", "CRASHES"]
+HEADINGS = [
+    *("NAME", "STATE", "RUNNING", "QUEUED", "PROMPT TOK", "REUSED TOK", "TOK"),
+    *("PREFILL/S", "DECODE/S", "MEMORY", "CRASHES"),
+]
 EVERY_S = 1.0
 
 
@@ -49,13 +52,14 @@ def _text(reply: StatsReply) -> str:
 def _row(model: ModelStatus) -> list[str]:
     figures = model.stats
     if figures is None:
-        return [model.name, model.state, *["-"] * 6, mib(model.footprint), str(model.crashes)]
+        return [model.name, model.state, *["-"] * 7, mib(model.footprint), str(model.crashes)]
     return [
         model.name,
         model.state,
         str(figures.running),
         str(figures.queued),
         str(figures.prompt_tokens),
+        str(figures.cache.tokens_reused),
         str(figures.completion_tokens),
         f"{figures.prefill_tokens_per_second:.1f}",
         f"{figures.decode_tokens_per_second:.1f}",

@@ -40,6 +40,8 @@ def test_everything_is_read(tmp_path: Path) -> None:
         model = "weights"
         preload = true
         context_limit = 2048
+        cache_disk_bytes = 1000000
+        cache_dir = "prompts"
         env = { LD_PRELOAD = "libopenblas.so.0" }
         [models."org/hub"]
         model = "org/hub"
@@ -54,7 +56,12 @@ def test_everything_is_read(tmp_path: Path) -> None:
     small = config.models["small"]
     assert small.preload
     assert small.load("small") == Load(
-        "small", str(tmp_path / "weights"), context_limit=2048, env={"LD_PRELOAD": "libopenblas.so.0"}
+        "small",
+        str(tmp_path / "weights"),
+        context_limit=2048,
+        cache_disk_bytes=1_000_000,
+        cache_dir=str(tmp_path / "prompts"),
+        env={"LD_PRELOAD": "libopenblas.so.0"},
     )
     assert config.models["org/hub"].load("org/hub").model == "org/hub"
     assert config.models["twin"].model == small.model

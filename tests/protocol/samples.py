@@ -51,6 +51,18 @@ _STATS = v.WorkerStats(
     memory=_MEMORY,
     frames_unknown=1,
     frames_refused=2,
+    cache=v.CacheStats(
+        entries=1,
+        bytes=2**20,
+        hits=2,
+        misses=3,
+        tokens_reused=400,
+        evictions=5,
+        disk_entries=6,
+        disk_bytes=2**21,
+        disk_hits=7,
+        disk_errors=8,
+    ),
 )
 _STATUS = v.ModelStatus(
     name="tiny",
@@ -144,6 +156,10 @@ FULL: tuple[Message, ...] = (
         recycle_age_s=86400.0,
         recycle_footprint=8589934592,
         deterministic=True,
+        cache_entries=8,
+        cache_bytes=2**30,
+        cache_disk_bytes=2**34,
+        cache_dir="/var/cache/prompts",
     ),
     c.Generate(
         model="tiny",
@@ -171,6 +187,8 @@ FULL: tuple[Message, ...] = (
         resume_tokens=[5, 6],
         resume_chars=7,
         resume_seq=8,
+        tenant="alice",
+        cache=False,
     ),
     c.Cancel(reason="deadline"),
     c.Stats(model="tiny"),

@@ -284,6 +284,10 @@ BAD_LOADS: list[tuple[str, Any, str]] = [
     ("stall_budget_s", NAN, "0.1 to 31536000 seconds, got nan"),
     ("stall_budget_s", INF, "0.1 to 31536000 seconds, got inf"),
     ("stall_budget_s", 0.0, "0.1 to 31536000 seconds, got 0.0"),
+    ("cache_entries", -1, "0 to 100000, got -1"),
+    ("cache_bytes", -1, f"0 to {2**50}, got -1"),
+    ("cache_disk_bytes", -5, f"0 to {2**50}, got -5"),
+    ("cache_dir", "/somewhere", "of no use without cache_disk_bytes"),
     ("env", {"": "x"}, "no environment can hold: ''"),
     ("env", {"A=B": "x"}, "no environment can hold: 'A=B'"),
     ("env", {"A": "x\0"}, "no environment can hold: 'A'"),
@@ -297,6 +301,25 @@ def test_a_bad_load(field: str, value: Any, words: str) -> None:
     assert problem.code is ErrorCode.BAD_REQUEST
     assert problem.message.startswith(field)
     assert words in problem.message
+
+
+def test_a_disk_cache_needs_a_folder_name_and_a_cache_in_memory() -> None:
+    def problem(**fields: Any) -> str:
+        found = check_load(Load("tiny", "/m", cache_disk_bytes=2**30, **fields))
+        return "" if found is None else found.message
+
+    assert problem() == problem(cache_dir="/var/cache", cache_bytes=1, cache_entries=1) == ""
+    assert "cache_entries" in problem(cache_entries=0)
+    assert "cache_bytes" in problem(cache_bytes=0)
+    for folder in ("", "a\0b", "x" * 4097):
+        assert "cache_dir must be a path of 1 to 4096" in problem(cache_dir=folder)
+
+
+def test_the_name_of_a_tenant_is_bounded() -> None:
+    assert check(generate(tenant="x" * 256)) is None
+    problem = check(generate(tenant="x" * 257))
+    assert problem is not None
+    assert "tenant has at most 256 characters, got 257" in problem.message
 
 
 OTHER_COMMANDS: list[tuple[Command, str | None]] = [

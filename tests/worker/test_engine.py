@@ -40,6 +40,7 @@ def model_directory(architecture: str) -> Path:
 def open_tiny(architecture: str = "qwen3", **options: Any) -> Engine:
     from mlx_bulkhead.worker.engines.loader import open_engine
 
+    options.setdefault("cache_entries", 0)  # what one test computes is not to help another
     load = Load(name="tiny", model=str(model_directory(architecture)), **options)
     return open_engine(load, lambda phase, done, total: None)
 
@@ -76,6 +77,7 @@ class Driver:
         self.text: dict[str, str] = {}
         self.finish: dict[str, str | None] = {}
         self.prefill: dict[str, list[tuple[int, int]]] = {}
+        self.cached: dict[str, int] = {}
         self.log: list[str] = []
         self._streams: dict[str, Any] = {}
 
@@ -93,6 +95,7 @@ class Driver:
             name = out.request_id.decode()
             if isinstance(out, PrefillOut):
                 self.prefill[name].append((out.processed, out.total))
+                self.cached[name] = out.cached
                 continue
             assert isinstance(out, TokenOut)
             assert self.finish[name] is None, "a token after the last"

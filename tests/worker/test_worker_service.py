@@ -9,7 +9,7 @@ from mlx_bulkhead.protocol.codec import Message
 from mlx_bulkhead.protocol.commands import Cancel, Command, Generate, Load, Shutdown
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
-from mlx_bulkhead.protocol.values import Limits, Memory, WorkerInfo
+from mlx_bulkhead.protocol.values import CacheStats, Limits, Memory, WorkerInfo
 from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling, StepOut, TokenOut
 from mlx_bulkhead.worker.mailbox import Mailbox, Order
 from mlx_bulkhead.worker.progress import WorkerProgress
@@ -76,6 +76,12 @@ class Scripted:
 
     def memory(self) -> Memory:
         return Memory(footprint=5)
+
+    def cache_stats(self) -> CacheStats:
+        return CacheStats(entries=3)
+
+    def tend(self) -> bool:
+        return False
 
     def close(self) -> None:
         pass

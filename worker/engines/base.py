@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
-from ...protocol.values import Memory, WorkerInfo
+from ...protocol.values import CacheStats, Memory, WorkerInfo
 
 Report = Callable[[str, int, int], None]
 """`report(phase, done, total)`: a load moves; becomes `LoadProgress`."""
@@ -65,6 +65,10 @@ class Row:
     max_tokens: int
     sampling: Sampling
     emitted: list[int] = field(default_factory=list[int])
+    salt: str = ""
+    """Rows share prefixes with rows of the same salt only."""
+    caching: bool = True
+    """Whether it may use kept prefixes, and leave its own."""
 
 
 class TokenOut(NamedTuple):
@@ -149,6 +153,14 @@ class Engine(Protocol):
 
     def memory(self) -> Memory:
         """MLX's allocator figures and the process footprint, in bytes."""
+        ...
+
+    def cache_stats(self) -> CacheStats:
+        """What is kept of earlier prompts, and what it was good for."""
+        ...
+
+    def tend(self) -> bool:
+        """A little of what can wait for an idle moment; gives whether there is more."""
         ...
 
     def close(self) -> None:

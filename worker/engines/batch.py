@@ -6,6 +6,7 @@ prefilled twice.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prom
 from ..memory.caps import Caps
 from ..text.sampling import greedy
 from .base import PrefillOut, StepOut
-from .live import Facts, Live
+from .live import Facts, Keep, Live
 from .schedule import chunk_size, smooth
 
 _PREFILL_ROWS = 8
@@ -42,7 +43,8 @@ def can_part(model: Any) -> bool:
 class Batch:
     """Holds the generator and the rows in it, by the generator's own ids."""
 
-    def __init__(self, facts: Facts, max_running: int, caps: Caps) -> None:
+    def __init__(self, facts: Facts, max_running: int, caps: Caps, keep: Keep) -> None:
+        self._keep = keep
         self._generator: Any = BatchGenerator(
             facts.model,
             stop_tokens=[[token] for token in sorted(facts.eos)],
@@ -67,8 +69,8 @@ class Batch:
 
     def insert(self, lives: Sequence[Live]) -> None:
         """Take rows, in this order."""
-        uids = self._generator.insert(
-            [live.ids[live.cached :] for live in lives],
+        uids = self._generator.insert_segments(
+            [_segments(live) for live in lives],
             max_tokens=[live.left for live in lives],
             caches=[live.cache for live in lives],
             all_tokens=[live.ids[: live.cached] for live in lives],
@@ -85,7 +87,11 @@ class Batch:
     def remove(self, live: Live) -> None:
         """Drop a row in any phase."""
         uid = self._uid(live)
-        self._generator.remove([uid])
+        if live.caching:
+            cache, tokens = self._generator.remove([uid], return_prompt_caches=True)[uid]
+            self._keep(live, cache, len(tokens), False, True)
+        else:
+            self._generator.remove([uid])
         self._forget(uid)
 
     @property
@@ -141,7 +147,9 @@ class Batch:
             out = self._rows[token.uid].take(token.token)
             outs.append(out)
             if token.finish_reason is not None:
+                live = self._rows[token.uid]
                 self._forget(token.uid)
+                self._keep(live, token.prompt_cache, len(token.all_tokens), False, True)
         if rows:
             spent = seconds - (self._decode_seconds if decoding else 0.0)
             self._token_seconds = smooth(self._token_seconds, max(spent, 1e-6) / (longest * rows))
@@ -162,11 +170,14 @@ class Batch:
         done, _ = prompt.progress
         before, live.cached = live.cached, base + done
         if prompt.uid in self._fresh:
-            outs.append(PrefillOut(live.row.request_id, live.cached, live.start))
+            outs.append(PrefillOut(live.row.request_id, live.cached, live.start, live.hit))
         if prompt.end_of_prompt:
             del self._prefilling[prompt.uid]
             self._fresh.discard(prompt.uid)
             return 0
+        if (durable := live.reached()) is not None:
+            cache, tokens = self._generator.extract_cache([prompt.uid])[prompt.uid]
+            self._keep(live, cache, len(tokens), False, durable)
         return live.cached - before
 
     def _uid(self, live: Live) -> int:
@@ -176,3 +187,10 @@ class Batch:
         del self._rows[uid]
         self._prefilling.pop(uid, None)
         self._fresh.discard(uid)
+
+
+def _segments(live: Live) -> list[list[int]]:
+    """What a row still has to process, cut at its marks: the generator stops at the end of each piece."""
+    ends = [position for position, _ in live.marks if live.cached < position < len(live.ids)]
+    bounds = [live.cached, *ends, len(live.ids)]
+    return [live.ids[a:b] for a, b in itertools.pairwise(bounds)]

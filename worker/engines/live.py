@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ class Live:
     `ids` holds prompt, emitted and generated tokens. The first `cached` of them are in the row's cache.
     """
 
-    __slots__ = ("cache", "cached", "chooser", "facts", "ids", "left", "row", "start")
+    __slots__ = ("cache", "cached", "caching", "chooser", "facts", "hit", "ids", "left", "marks", "row", "start")
 
     def __init__(self, row: Row, facts: Facts) -> None:
         self.row = row
@@ -35,12 +36,26 @@ class Live:
         self.left = row.max_tokens - len(row.emitted)
         self.cache: list[Any] | None = None
         self.cached = 0
+        self.caching = False
+        """Whether it takes part in the prompt cache, and there is one."""
+        self.hit = 0
+        """Tokens that came from the prompt cache."""
+        self.marks: list[tuple[int, bool]] = []
+        """Where its prefill stops for a copy of its cache, and whether that goes to disk."""
         self.chooser: Chooser = make_chooser(row, row.emitted, facts.vocabulary, facts.banned)
 
     @property
     def prefilling(self) -> bool:
         """Whether no token was generated yet."""
         return len(self.ids) == self.start
+
+    def reached(self) -> bool | None:
+        """None: its prefill is not at a mark. Else whether what is there goes to disk; the mark is gone then."""
+        found = None
+        while self.marks and self.marks[0][0] <= self.cached:
+            position, durable = self.marks.pop(0)
+            found = durable if position == self.cached else None
+        return found
 
     def take(self, token: int) -> TokenOut:
         """Note a generated token and say whether it is the last."""
@@ -54,10 +69,14 @@ class Live:
 
     def restart(self) -> None:
         """Forget cache and chooser; a new chooser goes on at the same position."""
-        self.cache, self.cached = None, 0
+        self.cache, self.cached, self.hit, self.marks = None, 0, 0, []
         self.rechoose()
 
     def rechoose(self) -> None:
         """A fresh chooser for the position after the last token of `ids`."""
         emitted = self.ids[len(self.row.prompt) :]
         self.chooser = make_chooser(self.row, emitted, self.facts.vocabulary, self.facts.banned)
+
+
+Keep = Callable[[Live, Sequence[Any] | None, int, bool, bool], None]
+"""`keep(live, cache, tokens, copy, durable)`: a cache over the first `tokens` of a row's ids."""

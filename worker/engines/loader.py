@@ -16,6 +16,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,9 @@ def open_engine(load: Load, report: Report) -> Engine:
 
 
 def _open(load: Load, path: Path, report: Report, began: float, import_seconds: float) -> Engine:
+    from mlx_lm.models.cache import make_prompt_cache
+
+    from ..cache.store import make_store
     from ..memory.caps import apply_caps, measure
     from ..text.templates import describe
     from .batch import can_batch
@@ -68,7 +72,9 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     tokenizer = _load_tokenizer(path, load)  # first, since it fails sooner than a large model loads
     model = _load_weights(path, load.trust_remote_code, report)
     generation = read_generation_config(path)
-    vocabulary = _warm_up(path, model)
+    vocabulary, filled = _warm_up(path, model)
+    versions = _versions()
+    store = make_store(load, caps.memory, path, versions, partial(make_prompt_cache, model), filled)
     facts = Facts(
         model=model,
         vocabulary=vocabulary,
@@ -95,9 +101,9 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
             enforced_by=caps.enforced_by,
         ),
         template=describe(tokenizer, load.chat_template is not None),
-        versions=_versions(),
+        versions=versions,
     )
-    return TextEngine(info, facts, tokenizer, caps)
+    return TextEngine(info, facts, tokenizer, caps, store)
 
 
 def _import_library(path: Path) -> None:
@@ -184,19 +190,20 @@ def _probe_template(tokenizer: Any) -> None:
         _log.warning("chat_template fails on a single user message: %s", error)
 
 
-def _warm_up(path: Path, model: Any) -> int:
-    """Run one token through the model; gives the width of its logits, which is its real vocabulary."""
+def _warm_up(path: Path, model: Any) -> tuple[int, list[Any]]:
+    """Run one token through the model; gives the width of its logits, the real vocabulary, and its caches."""
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
     from mlx_lm.models.cache import make_prompt_cache
 
     try:
         with mx.stream(generation_stream):
-            logits = model(mx.array([[0]]), cache=make_prompt_cache(model))
+            cache = make_prompt_cache(model)
+            logits = model(mx.array([[0]]), cache=cache)
             mx.eval(logits)
     except Exception as error:
         raise LoadProblem(f"the model in {path} fails on its first token: {short(error)}") from error
-    return int(logits.shape[-1])
+    return int(logits.shape[-1]), cache
 
 
 def _context_limit(asked: int | None, config: dict[str, Any]) -> int:

@@ -42,7 +42,7 @@ class Preparer:
         text = TextStream(self._detokenizers.make(), stops, self._eos)
         if request.resume_tokens:
             text.replay(emitted, request.resume_chars)
-        return Prepared(Row(request_id, prompt, max_tokens, sampling, emitted), text)
+        return Prepared(Row(request_id, prompt, max_tokens, sampling, emitted, request.tenant, request.cache), text)
 
     def _prompt(self, request: Generate) -> list[int]:
         if request.messages is not None:

@@ -10,7 +10,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from .base import PrefillOut, TokenOut
-from .live import Live
+from .live import Keep, Live
 
 _TOKENS_A_CLEANUP = 256
 
@@ -18,7 +18,8 @@ _TOKENS_A_CLEANUP = 256
 class Solo:
     """Holds at most one row. `pending` is its next token, being computed, not yet known."""
 
-    def __init__(self) -> None:
+    def __init__(self, keep: Keep) -> None:
+        self._keep = keep
         self.live: Live | None = None
         self._pending: mx.array | None = None
         self._steps = 0
@@ -46,16 +47,20 @@ class Solo:
         with mx.stream(generation_stream):
             if live.cached < total - 1:
                 end = min(live.cached + chunk, total - 1)
+                if live.marks and live.marks[0][0] > live.cached:
+                    end = min(end, live.marks[0][0])
                 live.facts.model(mx.array([ids[live.cached : end]]), cache=live.cache)
                 mx.eval([layer.state for layer in live.cache or ()])
                 live.cached = end
                 mx.clear_cache()
+                if (durable := live.reached()) is not None:
+                    self._keep(live, live.cache, end, True, durable)
             if live.cached >= total - 1:
                 self._pending = self._forward(live, mx.array(ids[-1:]))
                 mx.async_eval(self._pending)
                 live.cached = total
-                return PrefillOut(live.row.request_id, total, total)
-        return PrefillOut(live.row.request_id, live.cached, total)
+                return PrefillOut(live.row.request_id, total, total, live.hit)
+        return PrefillOut(live.row.request_id, live.cached, total, live.hit)
 
     def decode(self, ahead: bool = True) -> TokenOut:
         """The pending token. The one after it is set going first, unless not wanted (`ahead` False)."""
@@ -75,6 +80,7 @@ class Solo:
             mx.clear_cache()
         if out.finish is not None:
             self.drop()
+            self._keep(live, live.cache, live.cached, False, True)
         return out
 
     def _forward(self, live: Live, token: mx.array) -> mx.array:

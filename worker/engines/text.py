@@ -10,13 +10,15 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...protocol.commands import Generate
-from ...protocol.values import Memory, WorkerInfo
+from ...protocol.values import CacheStats, Memory, WorkerInfo
+from ..cache.store import PrefixStore
 from ..memory.caps import Caps, measure
 from .base import Prepared, Row, StepOut, TokenOut
 from .batch import Batch, can_part
@@ -40,18 +42,21 @@ _BATCH_FAULTS = (ValueError, TypeError, AttributeError, LookupError, NotImplemen
 class TextEngine:
     """Implements `base.Engine`."""
 
-    def __init__(self, info: WorkerInfo, facts: Facts, tokenizer: Any, caps: Caps) -> None:
+    def __init__(
+        self, info: WorkerInfo, facts: Facts, tokenizer: Any, caps: Caps, store: PrefixStore | None = None
+    ) -> None:
         self.info = info
         self._facts = facts
         self._caps = caps
+        self._store = store
         self._preparer = Preparer(tokenizer, facts.vocabulary, info.limits.context_tokens, facts.eos)
         self._rows: dict[bytes, Live] = {}
         self._waiting: deque[Live] = deque()
-        self._solo = Solo()
-        self._guest = Solo()
+        self._solo = Solo(self._keep)
+        self._guest = Solo(self._keep)
         self._batch: Batch | None = None
         if info.limits.max_running > 1:
-            self._batch = Batch(facts, info.limits.max_running, caps)
+            self._batch = Batch(facts, info.limits.max_running, caps, self._keep)
         self._may_part = can_part(facts.model)
         self._alone = 0
         self._served: OrderedDict[bytes, str] = OrderedDict()
@@ -63,6 +68,7 @@ class TextEngine:
 
     def insert(self, row: Row) -> None:
         live = Live(row, self._facts)
+        live.caching = row.caching and self._store is not None
         self._rows[row.request_id] = live
         self._waiting.append(live)
         self._note(live, "text")
@@ -73,8 +79,10 @@ class TextEngine:
             return False
         if self._solo.live is live:
             self._solo.drop()
+            self._keep(live, live.cache, live.cached, False, True)
         elif self._guest.live is live:
             self._guest.drop()
+            self._keep(live, live.cache, live.cached, False, True)
         elif live in self._waiting:
             self._waiting.remove(live)
         elif self._batch is not None:
@@ -96,6 +104,8 @@ class TextEngine:
         for out in outs:
             if isinstance(out, TokenOut) and out.finish is not None:
                 self._rows.pop(out.request_id, None)
+        if self._store is not None:
+            self._store.tend(busy=True)
         return outs
 
     @property
@@ -112,6 +122,12 @@ class TextEngine:
     def memory(self) -> Memory:
         return measure()
 
+    def cache_stats(self) -> CacheStats:
+        return CacheStats() if self._store is None else self._store.stats()
+
+    def tend(self) -> bool:
+        return self._store is not None and self._store.tend()
+
     def close(self) -> None:
         self._rows.clear()
         self._waiting.clear()
@@ -120,6 +136,9 @@ class TextEngine:
         if self._batch is not None:
             self._batch.close()
             self._batch = None
+        if self._store is not None:
+            self._store.close()
+            self._store = None
         mx.synchronize(generation_stream)
         mx.clear_cache()
 
@@ -130,8 +149,12 @@ class TextEngine:
         batch, solo = self._batch, self._solo
         if batch is None:
             if solo.live is None:
-                solo.start(self._waiting.popleft())
+                live = self._waiting.popleft()
+                self._fetch(live)
+                solo.start(live)
             return []
+        for live in self._waiting:
+            self._fetch(live)
         if len(self._waiting) == 1 and self._guest.live is None:
             if solo.live is None and not len(batch):
                 solo.start(self._waiting.popleft())
@@ -178,6 +201,28 @@ class TextEngine:
                 guest.drop()
                 outs += self._join(batch, [live])
         return outs
+
+    def _fetch(self, live: Live) -> None:
+        """Look for a prefix of a row that is to start. Without one it starts from nothing."""
+        store = self._store
+        if store is None or not live.caching or live.cache is not None:
+            return
+        try:
+            live.cache, live.cached = store.fetch(live.row.salt, live.ids)
+            live.marks = store.marks(live.cached, len(live.ids))
+        except _BATCH_FAULTS:
+            _log.exception("the prompt cache failed; the prompt is computed")
+            live.cache, live.cached = None, 0
+        live.hit = live.cached
+
+    def _keep(self, live: Live, cache: Sequence[Any] | None, tokens: int, copy: bool, durable: bool) -> None:
+        """Leave what a row has computed to later ones."""
+        if self._store is None or not live.caching:
+            return
+        try:
+            self._store.keep(live.row.salt, live.ids[:tokens], cache, copy=copy, durable=durable)
+        except _BATCH_FAULTS:
+            _log.exception("a prefix could not be kept")
 
     def _prefill(self, solo: Solo, *, decoding: bool) -> list[StepOut]:
         live = solo.live

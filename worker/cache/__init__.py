@@ -1,0 +1,1 @@
+"""What was computed for earlier prompts, kept in memory and on disk."""
