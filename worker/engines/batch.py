@@ -15,7 +15,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prom
 
 from ..memory.caps import Caps
 from ..text.sampling import greedy
-from .base import PrefillOut, StepOut
+from .base import PrefillOut, RowFailed, StepOut
 from .live import Facts, Live
 from .schedule import chunk_size, smooth
 
@@ -133,10 +133,11 @@ class Batch:
             if (processed := self._progress(prompt, outs)) > 0:
                 longest, rows = max(longest, processed), rows + 1
         for token in tokens:
-            out = self._rows[token.uid].take(token.token)
-            outs.append(out)
+            live = self._rows[token.uid]
+            outs.append(live.take(token.token, token.logprobs))
             if token.finish_reason is not None:
                 self._forget(token.uid)
+        outs += self._failed()
         if rows:
             spent = seconds - (self._decode_seconds if decoding else 0.0)
             self._token_seconds = smooth(self._token_seconds, max(spent, 1e-6) / (longest * rows))
@@ -163,6 +164,13 @@ class Batch:
             self._fresh.discard(prompt.uid)
             return 0
         return live.cached - before
+
+    def _failed(self) -> list[RowFailed]:
+        """Take out the rows whose next token could not be chosen."""
+        failed = [out for live in self._rows.values() if (out := live.failed()) is not None]
+        for out in failed:
+            self.remove(next(live for live in self._rows.values() if live.row.request_id == out.request_id))
+        return failed
 
     def _uid(self, live: Live) -> int:
         return next(uid for uid, other in self._rows.items() if other is live)

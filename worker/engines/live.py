@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..text.sampling import Chooser, make_chooser
-from .base import Row, TokenOut
+import mlx.core as mx
+
+from ..text.chooser import Chooser, make_chooser
+from ..text.logprobs import read_logprobs
+from .base import Row, RowFailed, TokenOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,6 +20,9 @@ class Facts:
     vocabulary: int
     eos: frozenset[int]
     banned: tuple[int, ...] = ()
+    """Never generated."""
+    spared: tuple[int, ...] = ()
+    """Never left out by XTC: ends of an answer and of a line."""
 
 
 class Live:
@@ -35,22 +41,33 @@ class Live:
         self.left = row.max_tokens - len(row.emitted)
         self.cache: list[Any] | None = None
         self.cached = 0
-        self.chooser: Chooser = make_chooser(row, row.emitted, facts.vocabulary, facts.banned)
+        self.chooser: Chooser = self._choose(row.emitted)
 
     @property
     def prefilling(self) -> bool:
         """Whether no token was generated yet."""
         return len(self.ids) == self.start
 
-    def take(self, token: int) -> TokenOut:
-        """Note a generated token and say whether it is the last."""
+    def take(self, token: int, logprobs: mx.array | None = None) -> TokenOut:
+        """Note a generated token and say whether it is the last.
+
+        `logprobs`: the distribution that it comes from; needed if the row asks for log probabilities.
+        """
         self.ids.append(token)
         self.left -= 1
         if token in self.facts.eos:
             finish = "stop"
         else:
             finish = "length" if self.left <= 0 else None
+        if self.row.logprobs and logprobs is not None:
+            own, top = read_logprobs(logprobs, token, self.row.top_logprobs)
+            return TokenOut(self.row.request_id, token, finish, own, top)
         return TokenOut(self.row.request_id, token, finish)
+
+    def failed(self) -> RowFailed | None:
+        """Whether choosing the row's next token failed, and why."""
+        message = self.chooser.fault.message
+        return None if message is None else RowFailed(self.row.request_id, message)
 
     def restart(self) -> None:
         """Forget cache and chooser; a new chooser goes on at the same position."""
@@ -59,5 +76,8 @@ class Live:
 
     def rechoose(self) -> None:
         """A fresh chooser for the position after the last token of `ids`."""
-        emitted = self.ids[len(self.row.prompt) :]
-        self.chooser = make_chooser(self.row, emitted, self.facts.vocabulary, self.facts.banned)
+        self.chooser = self._choose(self.ids[len(self.row.prompt) :])
+
+    def _choose(self, emitted: list[int]) -> Chooser:
+        facts = self.facts
+        return make_chooser(self.row, emitted, facts.vocabulary, facts.banned, facts.spared)

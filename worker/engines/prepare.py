@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...protocol import limits
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
+from ..text.constraints import Constraints
 from ..text.detokenize import Detokenizers
 from ..text.output import TextStream
 from ..text.sampling import check_sampling
@@ -24,6 +26,7 @@ class Preparer:
         self._context_limit = context_limit
         self._eos = eos
         self._detokenizers = Detokenizers(tokenizer)
+        self._constraints = Constraints(tokenizer, vocabulary, eos)
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         """Render, tokenise, check. Raises `Refused`."""
@@ -36,7 +39,27 @@ class Preparer:
         text = TextStream(self._detokenizers.make(), stops, self._eos)
         if request.resume_tokens:
             text.replay(emitted, request.resume_chars)
-        return Prepared(Row(request_id, prompt, max_tokens, sampling, emitted), text)
+        row = Row(
+            request_id,
+            prompt,
+            max_tokens,
+            sampling,
+            emitted,
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            constrain=self._constrain(request, prompt),
+        )
+        return Prepared(row, text)
+
+    def _constrain(self, request: Generate, prompt: list[int]) -> Callable[[Sequence[int]], Any] | None:
+        """What keeps the answer in its form, if it must have one."""
+        if request.response_format is None:
+            return None
+        arguments = request.template_args or {}
+        wanted = all(arguments.get(name) is not False for name in ("enable_thinking", "thinking"))
+        return self._constraints.make(
+            request.response_format, prompt, may_think=request.messages is not None and wanted
+        )
 
     def _prompt(self, request: Generate) -> list[int]:
         if request.messages is not None:
@@ -94,4 +117,6 @@ def _sampling(request: Generate) -> Sampling:
         repetition_window=request.repetition_window,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
+        xtc_probability=request.xtc_probability,
+        xtc_threshold=request.xtc_threshold,
     )

@@ -17,7 +17,7 @@ from mlx_lm.generate import generation_stream
 from ...protocol.commands import Generate
 from ...protocol.values import Memory, WorkerInfo
 from ..memory.caps import Caps, measure
-from .base import Prepared, Row, StepOut, TokenOut
+from .base import Prepared, Row, RowFailed, StepOut, TokenOut
 from .batch import Batch, can_part
 from .live import Facts, Live
 from .prepare import Preparer
@@ -84,8 +84,11 @@ class TextEngine:
             outs += self._prefill()
         elif self._solo.live is not None:
             outs.append(self._solo.decode())
+        if self._solo.live is not None and (failed := self._solo.live.failed()) is not None:
+            self._solo.drop()
+            outs.append(failed)
         for out in outs:
-            if isinstance(out, TokenOut) and out.finish is not None:
+            if isinstance(out, RowFailed) or (isinstance(out, TokenOut) and out.finish is not None):
                 self._rows.pop(out.request_id, None)
         return outs
 
