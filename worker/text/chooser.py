@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from ..engines.base import Row
 from ..faults import is_out_of_memory, say
-from .sampling import Bias, Draw, Occurrence, Processor, Repetition, Sampler, greedy
+from .penalties import Penalties
+from .sampling import Draw, Processor, Sampler, greedy
 
 
 class Fault:
@@ -54,14 +55,8 @@ def make_chooser(
     if sampling.temperature > 0:
         sampler = _guarded_sampler(Draw(sampling, len(emitted), _mask(spared, vocabulary)), fault)
     processors: list[Processor] = []
-    if sampling.logit_bias or banned:
-        processors.append(Bias(sampling.logit_bias, banned, vocabulary))
-    if sampling.repetition_penalty != 1.0 and sampling.repetition_window > 0:
-        # No window can hold more than the row will ever have.
-        window = min(sampling.repetition_window, len(row.prompt) + row.max_tokens)
-        processors.append(Repetition(sampling.repetition_penalty, window, [*row.prompt, *emitted]))
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        processors.append(Occurrence(sampling.presence_penalty, sampling.frequency_penalty, emitted, vocabulary))
+    if Penalties.needed(sampling, banned):
+        processors.append(Penalties(sampling, banned, row.prompt, emitted, vocabulary))
     if row.constrain is not None:
         processors.append(row.constrain(emitted))  # the last one, so that nothing can make up for its mask
     return Chooser(sampler, [_guarded_processor(processor, fault) for processor in processors], fault)

@@ -1,4 +1,4 @@
-"""What can choose a row's tokens: penalties and bias on its logits, then greedy or a seeded draw.
+"""What can choose a row's tokens: greedy, or a seeded draw from what the filters leave.
 
 The key of a draw comes from (seed, position) alone and the global random state is never touched, so a seeded
 row gives the same tokens alone, in company and after a resume. Numbers are checked here against the
@@ -8,7 +8,7 @@ vocabulary, because the library fails on them in the middle of a step or not at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 
 import mlx.core as mx
@@ -126,75 +126,3 @@ def _exclude_top(scores: mx.array, threshold: mx.array, spared: mx.array) -> mx.
     mass = mx.softmax(scores, axis=-1)
     least = mx.min(mx.where(mass > threshold, mass, mx.inf), axis=-1, keepdims=True)
     return mx.where((mass > least) & ~spared, -mx.inf, scores)
-
-
-class Bias:
-    """Adds a constant to the logits of some tokens and bans others."""
-
-    def __init__(self, bias: dict[int, float], banned: Sequence[int], vocabulary: int) -> None:
-        values = {**bias, **dict.fromkeys(banned, -math.inf)}
-        ids = mx.array(list(values), dtype=mx.int32)
-        added = mx.array(list(values.values()), dtype=mx.float32)
-        self._dense = mx.zeros((vocabulary,), dtype=mx.float32).at[ids].add(added)
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits + self._dense.astype(logits.dtype)
-
-
-class Repetition:
-    """Divides positive and multiplies negative logits of the last `window` tokens, prompt included.
-
-    Keskar et al. 2019, arXiv:1909.05858.
-    """
-
-    def __init__(self, penalty: float, window: int, context: Sequence[int]) -> None:
-        self._penalty = mx.array(penalty, dtype=mx.float32)
-        recent = list(context[-window:])
-        # A fixed shape from the start. The oldest token fills it: it leaves only after its copies.
-        self._recent = mx.array([recent[0]] * (window - len(recent)) + recent, dtype=mx.int32)
-        self._first = True
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._first:
-            self._first = False
-        else:
-            self._recent = mx.concatenate([self._recent[1:], tokens[-1:].astype(mx.int32)])
-        return _penalise(logits, self._recent, self._penalty)
-
-
-@mx.compile
-def _penalise(logits: mx.array, recent: mx.array, penalty: mx.array) -> mx.array:
-    chosen = logits[:, recent]
-    changed = mx.where(chosen < 0, chosen * penalty, chosen / penalty).astype(logits.dtype)
-    return mx.put_along_axis(logits, recent[None], changed, axis=-1)
-
-
-class Occurrence:
-    """Presence and frequency penalties over all that was generated, as the OpenAI API means them.
-
-    Subtracts presence once, and frequency for each occurrence. The prompt does not count.
-    """
-
-    def __init__(self, presence: float, frequency: float, emitted: Sequence[int], vocabulary: int) -> None:
-        self._counts = mx.zeros((vocabulary,), dtype=mx.float32)
-        if emitted:
-            self._counts = self._counts.at[mx.array(list(emitted), dtype=mx.int32)].add(1.0)
-        self._presence = mx.array(presence, dtype=mx.float32)
-        self._frequency = mx.array(frequency, dtype=mx.float32)
-        self._nothing = mx.array([], dtype=mx.int32)
-        self._first = True
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        newest = self._nothing if self._first else tokens[-1:]
-        self._first = False
-        logits, self._counts = _subtract(logits, self._counts, newest, self._presence, self._frequency)
-        return logits
-
-
-@mx.compile
-def _subtract(
-    logits: mx.array, counts: mx.array, newest: mx.array, presence: mx.array, frequency: mx.array
-) -> tuple[mx.array, mx.array]:
-    counts = counts.at[newest].add(1.0)
-    penalty = frequency * counts + mx.where(counts > 0, presence, 0.0)
-    return logits - penalty.astype(logits.dtype), counts
