@@ -51,10 +51,10 @@ class ChatMessage(Value, frozen=True):
 
 
 class ResponseFormat(Value, frozen=True):
-    """The form that an answer must have. `type` says which one of the other fields is given; `json_object` has none."""
+    """The form that an answer must have. `type` says which one of the other fields is given (`FORMATS`)."""
 
     type: str
-    """`json_schema` (with `schema`), `json_object`, `regex` (`pattern`), `choice` (`choices`) or `grammar` (`grammar`)."""
+    """`json_schema`, `json_object`, `regex`, `choice` or `grammar`."""
     schema: dict[str, Any] | None = None
     pattern: str | None = None
     """In the syntax of Rust's regex crate, for the whole answer."""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ..bench import Bench
 from ..measure import Figure
 from .cancel import in_decode, in_prefill
+from .choice import extras, structured
 from .first_token import first_token
 from .footprint import footprint
 from .newcomer import newcomer
@@ -24,6 +25,8 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "cancel-decode": in_decode,
     "cancel-prefill": in_prefill,
     "newcomer": newcomer,
+    "structured": structured,
+    "extras": extras,
     "footprint": footprint,
     "wire": wire,
 }

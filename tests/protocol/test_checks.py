@@ -23,7 +23,7 @@ from mlx_bulkhead.protocol.commands import (
     Unload,
 )
 from mlx_bulkhead.protocol.errors import ErrorCode
-from mlx_bulkhead.protocol.values import ChatMessage, Part
+from mlx_bulkhead.protocol.values import ChatMessage, Part, ResponseFormat
 
 from .strategies import messages
 
@@ -61,6 +61,13 @@ BAD_NUMBERS: list[tuple[str, Any, str]] = [
     ("top_p", -0.1, "over 0 and at most 1"),
     ("top_k", -1, f"0 to {MAX}"),
     ("top_k", 2**31, f"0 to {MAX}"),
+    ("xtc_probability", 1.5, "0 to 1"),
+    ("xtc_probability", NAN, "0 to 1"),
+    ("xtc_threshold", 0.0, "over 0 and at most 0.5"),
+    ("xtc_threshold", 0.75, "over 0 and at most 0.5"),
+    ("xtc_threshold", NAN, "over 0 and at most 0.5"),
+    ("top_logprobs", -1, "0 to 20"),
+    ("top_logprobs", 21, "0 to 20"),
     ("min_p", 2.0, "0 to 1"),
     ("min_p", -0.5, "0 to 1"),
     ("min_p", NAN, "0 to 1"),
@@ -106,6 +113,14 @@ GOOD_FIELDS: list[tuple[str, Any]] = [
     ("top_k", 1_000_000),
     ("min_p", 0.0),
     ("min_p", 1.0),
+    ("xtc_probability", 1.0),
+    ("xtc_threshold", 0.5),
+    ("logprobs", True),
+    ("response_format", ResponseFormat("json_object")),
+    ("response_format", ResponseFormat("json_schema", schema={})),
+    ("response_format", ResponseFormat("regex", pattern="a")),
+    ("response_format", ResponseFormat("choice", choices=["a"])),
+    ("response_format", ResponseFormat("grammar", grammar='start: "a"')),
     ("seed", 0),
     ("seed", 2**63 - 1),
     ("repetition_penalty", 1.0),
@@ -333,3 +348,56 @@ def test_no_check_raises_on_anything_that_decodes(message: Message) -> None:
         decoded = codec.decode(codec.encode(message)).message
         assert isinstance(decoded, Command)
         check(decoded)
+
+
+BAD_FORMATS: dict[str, tuple[ResponseFormat, str]] = {
+    "unknown type": (ResponseFormat("xml"), "type must be one of json_schema, json_object, regex, choice, grammar"),
+    "no schema": (ResponseFormat("json_schema"), "schema is missing; type json_schema needs it"),
+    "no pattern": (ResponseFormat("regex"), "pattern is missing"),
+    "no choices": (ResponseFormat("choice"), "choices is missing"),
+    "no grammar": (ResponseFormat("grammar"), "grammar is missing"),
+    "extra pattern": (ResponseFormat("json_object", pattern="a"), "pattern does not belong to type json_object"),
+    "extra schema": (ResponseFormat("regex", pattern="a", schema={}), "schema does not belong to type regex"),
+    "empty choices": (ResponseFormat("choice", choices=[]), "choices is empty"),
+    "empty choice": (ResponseFormat("choice", choices=["a", ""]), "none of them empty"),
+    "empty pattern": (ResponseFormat("regex", pattern=""), "pattern is empty"),
+    "blank grammar": (ResponseFormat("grammar", grammar=" \n"), "grammar is empty"),
+    "bytes in a schema": (ResponseFormat("json_schema", schema={"a": {1, 2}.__iter__()}), "JSON can hold"),
+}
+
+
+@pytest.mark.parametrize("name", list(BAD_FORMATS))
+def test_a_bad_response_format(name: str) -> None:
+    form, words = BAD_FORMATS[name]
+    problem = check_generate(generate(prompt="x", response_format=form))
+    assert problem is not None
+    assert problem.code is ErrorCode.BAD_REQUEST
+    assert problem.message.startswith("response_format.")
+    assert words in problem.message
+
+
+def test_a_response_format_has_a_largest_size() -> None:
+    for form in (
+        ResponseFormat("regex", pattern="a" * 2**17),
+        ResponseFormat("choice", choices=["a" * 100] * 2000),
+        ResponseFormat("json_schema", schema={"enum": ["a" * 100] * 2000}),
+    ):
+        problem = check_generate(generate(prompt="x", response_format=form))
+        assert problem is not None
+        assert problem.code is ErrorCode.TOO_LARGE
+        assert "at most 131072" in problem.message
+
+
+def test_a_schema_nested_without_end_is_refused() -> None:
+    schema: dict[str, Any] = {}
+    for _ in range(100_000):
+        schema = {"a": schema}
+    problem = check_generate(generate(prompt="x", response_format=ResponseFormat("json_schema", schema=schema)))
+    assert problem is not None
+
+
+def test_top_logprobs_need_logprobs() -> None:
+    problem = check_generate(generate(prompt="x", top_logprobs=3))
+    assert problem is not None
+    assert problem.message == "top_logprobs 3 needs logprobs true"
+    assert check_generate(generate(prompt="x", logprobs=True, top_logprobs=20)) is None

@@ -75,7 +75,9 @@ class Constraints:
         key = msgspec.msgpack.encode(form)
         matcher = self._ready.get(key)
         if matcher is None:
-            matcher = LLMatcher(self._vocabulary_words(), _source(form), log_level=0, limits=LLParserLimits(**_LIMITS))
+            matcher = LLMatcher(
+                self._vocabulary_words(), _source(form), log_level=0, limits=LLParserLimits(**_LIMITS)
+            )
             if matcher.is_error():
                 raise Refused(ErrorCode.BAD_REQUEST, f"response_format: {matcher.get_error()[:_MESSAGE_CHARS]}")
             self._ready[key] = matcher

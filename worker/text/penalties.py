@@ -28,7 +28,12 @@ class Penalties:
     """
 
     def __init__(
-        self, sampling: Sampling, banned: Sequence[int], prompt: Sequence[int], emitted: Sequence[int], vocabulary: int
+        self,
+        sampling: Sampling,
+        banned: Sequence[int],
+        prompt: Sequence[int],
+        emitted: Sequence[int],
+        vocabulary: int,
     ) -> None:
         repeats = sampling.repetition_penalty != 1.0 and sampling.repetition_window > 0
         occurs = bool(sampling.presence_penalty or sampling.frequency_penalty)
@@ -51,7 +56,9 @@ class Penalties:
     def needed(sampling: Sampling, banned: Sequence[int]) -> bool:
         """Whether a row asks for any of it."""
         repeats = sampling.repetition_penalty != 1.0 and sampling.repetition_window > 0
-        return bool(repeats or banned or sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty)
+        return bool(
+            repeats or banned or sampling.logit_bias or sampling.presence_penalty or sampling.frequency_penalty
+        )
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         token = self._nothing if self._first else tokens[-1:]
