@@ -7,26 +7,15 @@ What needs the vocabulary or the context limit is checked in the worker.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
-
-import msgspec
 
 from . import limits
+from .checks_choice import check_format, check_logprobs
 from .codec import ID_BYTES
 from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
 from .errors import ErrorCode
-from .values import FORMATS, ROLES, ChatMessage, Part, ResponseFormat
-
-
-class Problem(NamedTuple):
-    """Why a command is refused."""
-
-    code: ErrorCode
-    message: str
-
-
-def _bad(message: str) -> Problem:
-    return Problem(ErrorCode.BAD_REQUEST, message)
+from .problem import Problem
+from .problem import bad as _bad
+from .values import ROLES, ChatMessage, Part
 
 
 def check(command: Command) -> Problem | None:
@@ -102,8 +91,8 @@ def check_generate(request: Generate, *, resumed: bool = False) -> Problem | Non
         or _check_numbers(request)
         or _check_stop(request)
         or _check_bias(request)
-        or _check_logprobs(request)
-        or _check_format(request.response_format)
+        or check_logprobs(request)
+        or check_format(request.response_format)
         or _check_resume(request, resumed)
     )
 
@@ -230,44 +219,6 @@ def _check_bias(request: Generate) -> Problem | None:
         if not -limits.MAX_BIAS <= value <= limits.MAX_BIAS:  # false for NaN too
             high = limits.MAX_BIAS
             return _bad(f"logit_bias of token {token} must be {-high:g} to {high:g}, got {value}")
-    return None
-
-
-def _check_logprobs(request: Generate) -> Problem | None:
-    count = request.top_logprobs
-    if not 0 <= count <= limits.MAX_TOP_LOGPROBS:
-        return _bad(f"top_logprobs must be 0 to {limits.MAX_TOP_LOGPROBS}, got {count}")
-    if count and not request.logprobs:
-        return _bad(f"top_logprobs {count} needs logprobs true")
-    return None
-
-
-def _check_format(form: ResponseFormat | None) -> Problem | None:
-    if form is None:
-        return None
-    if form.type not in FORMATS:
-        return _bad(f"response_format.type must be one of {', '.join(FORMATS)}, got {form.type[:60]!r}")
-    wanted = FORMATS[form.type]
-    for field in ("schema", "pattern", "choices", "grammar"):
-        given = getattr(form, field) is not None
-        if given and field != wanted:
-            return _bad(f"response_format.{field} does not belong to type {form.type}")
-        if not given and field == wanted:
-            return _bad(f"response_format.{field} is missing; type {form.type} needs it")
-    if wanted is None:
-        return None
-    if form.choices is not None and not all(form.choices):
-        return _bad("response_format.choices must be one or more strings, none of them empty")
-    if form.choices == [] or form.pattern == "" or (form.grammar is not None and not form.grammar.strip()):
-        return _bad(f"response_format.{wanted} is empty")
-    try:
-        size = len(msgspec.json.encode(getattr(form, wanted)))
-    except (msgspec.MsgspecError, RecursionError, TypeError, ValueError, OverflowError) as error:
-        return _bad(f"response_format.{wanted} is not something that JSON can hold: {error}")
-    if size > limits.MAX_FORMAT_BYTES:
-        return Problem(
-            ErrorCode.TOO_LARGE, f"response_format.{wanted} has {size} bytes, at most {limits.MAX_FORMAT_BYTES} fit"
-        )
     return None
 
 

@@ -1,17 +1,14 @@
-"""Owns the checks of structured answers: each has its form, neighbours never notice, bad forms are refused."""
+"""Owns the checks of structured answers: each has its form, neighbours never notice."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.values import ChatMessage, ResponseFormat
-from mlx_bulkhead.worker.engines.base import Refused
 
 from .test_engine import PROMPTS, Driver, expected, library, shared_engine
 
@@ -193,66 +190,3 @@ def test_no_block_where_the_template_closed_it_or_there_is_no_chat(drive: Driver
     tokens = chat(drive, logit_bias={start: 200.0}, template_args={"enable_thinking": False}, **DIGITS)
     assert start not in tokens
     assert re.fullmatch("[0-9]{3}", ask(drive, logit_bias={start: 200.0}, **DIGITS))
-
-
-# What is refused.
-
-
-@pytest.mark.parametrize(
-    ("bad", "word"),
-    [
-        (form("json_schema", schema={"type": "nonsense"}), "nonsense"),
-        (form("json_schema", schema={"type": "object", "dependencies": {"a": ["b"]}}), "dependencies"),
-        (form("json_schema", schema={"$ref": "http://example.com/x"}), "example.com"),
-        (form("json_schema", schema={"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
-        (form("regex", pattern="(["), "unclosed"),
-        (form("grammar", grammar="start: missing"), "missing"),
-        (form("grammar", grammar="nothing here"), "response_format"),
-    ],
-)
-def test_a_bad_form_is_refused_and_does_no_harm(drive: Driver, bad: dict[str, Any], word: str) -> None:
-    with pytest.raises(Refused) as refused:
-        drive.add("bad", PROMPTS[0], **bad)
-    assert refused.value.code is ErrorCode.BAD_REQUEST
-    assert refused.value.message.startswith("response_format: ")
-    assert word in refused.value.message
-    assert re.fullmatch("[0-9]{3}", ask(drive, **DIGITS))
-
-
-def test_hostile_forms_cost_little(drive: Driver) -> None:
-    import time
-
-    hostile = [
-        form("regex", pattern="(.*a){200}.{1000}"),
-        form("regex", pattern="(a{1,1000}){1,1000}"),
-        form("regex", pattern="[ab]*a[ab]{20}"),
-        form("grammar", grammar='start: start start | "a" | '),
-        form("grammar", grammar='start: a+\na: b b | b\nb: c c | c\nc: "x" | "xx" | /x+/'),
-        form("json_schema", schema={"enum": [f"v{number}" for number in range(5000)]}),
-    ]
-    began = time.monotonic()
-    drive.add("free", PROMPTS[0], 60)
-    for number, bad in enumerate(hostile):
-        with contextlib.suppress(Refused):
-            drive.add(f"bad {number}", PROMPTS[1], 40, **bad)
-    drive.run()
-    assert drive.tokens["free"] == expected("qwen3", PROMPTS[0], 60)
-    assert time.monotonic() - began < 20
-
-
-def test_forms_are_kept_ready_but_not_for_ever() -> None:
-    from mlx_bulkhead.worker.text.constraints import Constraints
-
-    tokenizer = library()[1]
-    constraints = Constraints(tokenizer, 2048, frozenset(tokenizer.eos_token_ids))
-    for number in range(50):
-        constraints.make(ResponseFormat("regex", pattern=f"a{{{number + 1}}}"), [1], may_think=False)
-    assert len(constraints._ready) == 32
-
-
-def test_a_model_without_an_end_token_cannot_do_it() -> None:
-    from mlx_bulkhead.worker.text.constraints import Constraints
-
-    with pytest.raises(Refused) as refused:
-        Constraints(library()[1], 2048, frozenset()).make(ResponseFormat("json_object"), [1], may_think=False)
-    assert refused.value.code is ErrorCode.UNSUPPORTED
