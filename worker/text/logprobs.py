@@ -13,9 +13,6 @@ import mlx.core as mx
 import numpy as np
 
 _BLOCK = 64
-_SMALL = 16_384
-"""Below this one pass over all is quicker."""
-_OFFSETS = np.arange(_BLOCK)
 
 
 def read_logprobs(logprobs: mx.array, token: int, top: int) -> tuple[float, dict[int, float] | None]:
@@ -27,26 +24,23 @@ def read_logprobs(logprobs: mx.array, token: int, top: int) -> tuple[float, dict
     own = float(values[token])
     if not top:
         return own, None
-    ids = _largest(values, min(top, values.size))
-    ids = ids[np.argsort(-values[ids], kind="stable")]
-    pairs = zip(ids.tolist(), values[ids].tolist(), strict=True)
-    return own, {token: value for token, value in pairs if value > -math.inf}
+    ids = _candidates(values, min(top, values.size))
+    ids = ids[np.argsort(-values[ids], kind="stable")[:top]]
+    return own, dict(zip(ids.tolist(), values[ids].tolist(), strict=True))
 
 
-def _largest(values: Any, count: int) -> Any:
-    """Indices of the largest values, in rising order.
+def _candidates(values: Any, count: int) -> Any:
+    """Ids of the possible tokens among which the `count` largest are, in rising order.
 
-    They lie in the blocks with the largest maxima, so that most of a large vocabulary is only looked at once.
+    As many blocks as are asked for have a maximum of the floor or more, so the largest values have too; and few
+    others do. So most of a large vocabulary is looked at twice and never moved.
     """
     blocks = values.size // _BLOCK
-    if values.size < _SMALL:
-        return np.sort(np.argpartition(values, values.size - count)[-count:])
+    if blocks < count:
+        return np.flatnonzero(values > -math.inf)
     maxima = values[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
-    chosen = np.sort(np.argpartition(maxima, blocks - count)[-count:])
-    near = (chosen[:, None] * _BLOCK + _OFFSETS).ravel()
-    if values.size > blocks * _BLOCK:
-        near = np.concatenate([near, np.arange(blocks * _BLOCK, values.size)])
-    return near[np.sort(np.argpartition(values[near], near.size - count)[-count:])]
+    floor = np.partition(maxima, blocks - count)[blocks - count]
+    return np.flatnonzero(values >= floor if floor > -math.inf else values > floor)
 
 
 def _as_numpy(array: mx.array) -> Any:
