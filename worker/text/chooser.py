@@ -56,7 +56,8 @@ def make_chooser(
         sampler = _guarded_sampler(Draw(sampling, len(emitted), _mask(spared, vocabulary)), fault)
     processors: list[Processor] = []
     if Penalties.needed(sampling, banned):
-        processors.append(Penalties(sampling, banned, row.prompt, emitted, vocabulary))
+        longest = len(row.prompt) + row.max_tokens
+        processors.append(Penalties(sampling, banned, row.prompt, emitted, vocabulary, longest))
     if row.constrain is not None:
         processors.append(row.constrain(emitted))  # the last one, so that nothing can make up for its mask
     return Chooser(sampler, [_guarded_processor(processor, fault) for processor in processors], fault)

@@ -1,7 +1,7 @@
 """Changes a row's logits: bias and bans, then repetition, presence and frequency penalties.
 
-All that a row asks for is one compiled call a token over the whole vocabulary, with the history kept beside it:
-in a batch the number of calls is what penalties cost, not the arithmetic.
+All that a row asks for is one compiled call a token: in a batch the number of calls is what penalties cost, not
+the arithmetic. Repetition looks up the few tokens of its window, which does not grow with the vocabulary.
 """
 
 from __future__ import annotations
@@ -15,16 +15,14 @@ import numpy as np
 
 from ..engines.base import Sampling
 
-_NEVER = -(2**31) + 1
-"""The place of a token that was not seen."""
-
 
 class Penalties:
     """One row's processor.
 
     Repetition divides positive and multiplies negative logits of the last `window` tokens, prompt included (Keskar
     et al. 2019, arXiv:1909.05858). Presence is subtracted once and frequency for each occurrence from all that was
-    generated, as the OpenAI API means them; the prompt does not count.
+    generated, as the OpenAI API means them; the prompt does not count. `longest`: tokens that prompt and answer can
+    have; no window can hold more.
     """
 
     def __init__(
@@ -34,21 +32,19 @@ class Penalties:
         prompt: Sequence[int],
         emitted: Sequence[int],
         vocabulary: int,
+        longest: int,
     ) -> None:
         repeats = sampling.repetition_penalty != 1.0 and sampling.repetition_window > 0
         occurs = bool(sampling.presence_penalty or sampling.frequency_penalty)
         bias = {**sampling.logit_bias, **dict.fromkeys(banned, -math.inf)}
         self._change = _changer(bool(bias), repeats, occurs)
-        context = [*prompt, *emitted]
-        window = min(sampling.repetition_window, 2**30)
         self._numbers = mx.array(
             [sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty], dtype=mx.float32
         )
-        self._window = mx.array(window, dtype=mx.int32)
-        self._bias = _dense(bias, vocabulary)
-        self._newest = mx.array(len(context) - 1, dtype=mx.int32)
-        self._places = _places(context, vocabulary) if repeats else self._newest
-        self._counts = _dense(_counted(emitted), vocabulary) if occurs else self._numbers
+        unused = self._numbers
+        self._bias = _dense(bias, vocabulary) if bias else unused
+        self._recent = _recent([*prompt, *emitted], min(sampling.repetition_window, longest)) if repeats else unused
+        self._counts = _dense(_counted(emitted), vocabulary) if occurs else unused
         self._nothing = mx.array([], dtype=mx.int32)
         self._first = True
 
@@ -63,8 +59,8 @@ class Penalties:
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         token = self._nothing if self._first else tokens[-1:]
         self._first = False
-        logits, self._newest, self._places, self._counts = self._change(
-            logits, token, self._numbers, self._window, self._bias, self._newest, self._places, self._counts
+        logits, self._recent, self._counts = self._change(
+            logits, token, self._numbers, self._bias, self._recent, self._counts
         )
         return logits
 
@@ -77,25 +73,23 @@ def _changer(use_bias: bool, use_repetition: bool, use_occurrence: bool) -> Call
         logits: mx.array,
         token: mx.array,
         numbers: mx.array,
-        window: mx.array,
         bias: mx.array,
-        newest: mx.array,
-        places: mx.array,
+        recent: mx.array,
         counts: mx.array,
     ) -> tuple[mx.array, ...]:
         kind = logits.dtype
         if use_bias:
             logits = logits + bias.astype(kind)
         if use_repetition:
-            newest = newest + token.size
-            places = places.at[token].maximum(newest)
-            penalised = mx.where(logits < 0, logits * numbers[0], logits / numbers[0]).astype(kind)
-            logits = mx.where(places > newest - window, penalised, logits)
+            recent = mx.concatenate([recent[token.size :], token.astype(mx.int32)])
+            chosen = logits[:, recent]
+            changed = mx.where(chosen < 0, chosen * numbers[0], chosen / numbers[0]).astype(kind)
+            logits = mx.put_along_axis(logits, recent[None], changed, axis=-1)
         if use_occurrence:
             counts = counts.at[token].add(1.0)
             penalty = numbers[2] * counts + mx.where(counts > 0, numbers[1], 0.0)
             logits = logits - penalty.astype(kind)
-        return logits, newest, places, counts
+        return logits, recent, counts
 
     return mx.compile(change)
 
@@ -114,8 +108,7 @@ def _dense(values: dict[int, float], vocabulary: int) -> mx.array:
     return mx.array(dense)
 
 
-def _places(context: Sequence[int], vocabulary: int) -> mx.array:
-    """Where each token was seen last."""
-    places = np.full(vocabulary, _NEVER, dtype=np.int32)
-    places[np.array(context, dtype=np.int64)] = np.arange(len(context), dtype=np.int32)  # the last write stays
-    return mx.array(places)
+def _recent(context: Sequence[int], window: int) -> mx.array:
+    """The tokens of the window, in a fixed shape: the oldest one fills it, and leaves only after its copies."""
+    recent = list(context[-window:])
+    return mx.array([recent[0]] * (window - len(recent)) + recent, dtype=mx.int32)
