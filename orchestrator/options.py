@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, TypedDict, TypeVar, cast
 from ..protocol import checks, codec
 from ..protocol.commands import Command, Generate, Load
 from ..protocol.errors import BadRequest, TooLarge, error_for
-from ..protocol.values import ChatMessage, OnCrash, Part
+from ..protocol.values import ChatMessage, OnCrash, Part, ResponseFormat
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -32,6 +32,8 @@ class GenerateOptions(TypedDict, total=False):
     top_p: float
     top_k: int
     min_p: float
+    xtc_probability: float
+    xtc_threshold: float
     seed: int | None
     stop: Sequence[str] | str | None
     logit_bias: Mapping[int, float] | None
@@ -39,6 +41,9 @@ class GenerateOptions(TypedDict, total=False):
     repetition_window: int
     presence_penalty: float
     frequency_penalty: float
+    logprobs: bool
+    top_logprobs: int
+    response_format: ResponseFormat | Mapping[str, Any] | None
     stream_interval: int
     deadline_s: float | None
     on_crash: OnCrash
@@ -73,6 +78,7 @@ LOAD_OPTIONS: Final = tuple(LoadOptions.__annotations__)
 
 _MESSAGE_KEYS: Final = ChatMessage.__struct_fields__
 _PART_KEYS: Final = Part.__struct_fields__
+_FORMAT_KEYS: Final = ResponseFormat.__struct_fields__
 _FOREIGN_PARTS: Final = ("image_url", "input_image", "input_audio", "input_text", "file", "video")
 
 _short = reprlib.Repr()  # never the whole of a prompt of megabytes
@@ -87,6 +93,8 @@ def make_generate(model: str, options: GenerateOptions) -> Generate:
     fields = _fields(options, GENERATE_OPTIONS, "generate")
     if fields.get("messages") is not None:
         fields["messages"] = _messages(fields["messages"])
+    if isinstance(form := fields.get("response_format"), Mapping):
+        fields["response_format"] = _known_keys(form, _FORMAT_KEYS, "response_format")
     request = _through_the_wire(Generate, {"model": model, **fields})
     _raise_if(checks.check_generate(request))
     return request

@@ -288,7 +288,13 @@ class RequestTable:
         self._live.pop(request.id, None)
         request.finished_at = time.monotonic()
         request.message = msgspec.structs.replace(  # what is kept for Attach is the answer, not the prompt
-            request.message, prompt=None, tokens=None, messages=None, tools=None, template_args=None
+            request.message,
+            prompt=None,
+            tokens=None,
+            messages=None,
+            tools=None,
+            template_args=None,
+            response_format=None,
         )
         self._finished[request.id] = request
         while len(self._finished) > KEEP_FINISHED:

@@ -52,6 +52,8 @@ def merge_snapshots(snapshots: list[Snapshot]) -> list[Snapshot]:
             text="".join(s.text for s in run),
             tokens=[token for s in run for token in s.tokens],
             channel=run[0].channel,
+            logprobs=[value for s in run for value in s.logprobs],
+            top_logprobs=[top for s in run for top in s.top_logprobs],
         )
         for run in runs
     ]

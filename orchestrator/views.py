@@ -5,7 +5,7 @@ Pure: no sockets, no clock. The assembler is the receiving end of `protocol.gram
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..protocol import grammar
 from ..protocol.codec import kind_of
@@ -50,7 +50,8 @@ class _Text:
 class Snap:
     """The state of a request at one moment. `text` is all so far, `new_text` what came since the last snap.
 
-    `tokens` are the ids new since the last snap. `processed` and `total` count prompt tokens in the phase
+    `tokens` are the ids new since the last snap; `logprobs` and `top_logprobs` have one entry for each of them if the
+    request asks for that, else none. `processed` and `total` count prompt tokens in the phase
     prefill, or whatever the phase counts; `total` 0 means unknown.
     """
 
@@ -59,11 +60,13 @@ class Snap:
         "_content_parts",
         "_reasoning",
         "_reasoning_parts",
+        "logprobs",
         "new_reasoning",
         "new_text",
         "phase",
         "processed",
         "tokens",
+        "top_logprobs",
         "total",
         "usage",
     )
@@ -76,6 +79,8 @@ class Snap:
         new_text: str,
         new_reasoning: str,
         tokens: list[int],
+        logprobs: list[float],
+        top_logprobs: list[dict[int, float]],
         usage: Usage,
         phase: Phase,
         processed: int,
@@ -88,6 +93,8 @@ class Snap:
         self.new_text = new_text
         self.new_reasoning = new_reasoning
         self.tokens = tokens
+        self.logprobs = logprobs
+        self.top_logprobs = top_logprobs
         self.usage = usage
         self.phase: Phase = phase
         self.processed = processed
@@ -125,6 +132,10 @@ class Result:
     """Workers that the request survived."""
     request_id: str
     """Hexadecimal."""
+    logprobs: list[float] = field(default_factory=list[float])
+    """One for each token, if the request asks for them."""
+    top_logprobs: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
+    """For each token the likeliest ids at its place, likeliest first, if the request asks for them."""
 
 
 class Assembler:
@@ -144,6 +155,8 @@ class Assembler:
         self._content = _Text()
         self._reasoning = _Text()
         self._tokens: list[int] = []
+        self._logprobs: list[float] = []
+        self._top_logprobs: list[dict[int, float]] = []
         self._tokens_arrived = 0  # of the stream as sent now; behind len(_tokens) after a rewind
         self._processed = 0
         self._total = 0
@@ -207,7 +220,7 @@ class Assembler:
             self._processed, self._total = event.processed, event.total
         if event.phase == "prefill" and not self._prompt_tokens:  # a resumed prefill has the answer so far in it
             self._prompt_tokens = event.total
-        return self._snap("", "", []) if self.progress else None
+        return self._snap("", "", [], [], []) if self.progress else None
 
     def _snapshot(self, event: Snapshot) -> Snap | None:
         channel = self._content if event.channel == "content" else self._reasoning
@@ -228,6 +241,12 @@ class Assembler:
                 )
                 return None
             text = text[overlap:]
+        for extra in (event.logprobs, event.top_logprobs):
+            if extra and len(extra) != len(event.tokens):
+                self.fail(
+                    ProtocolMismatch(f"snapshot {event.seq} has {len(event.tokens)} tokens and {len(extra)} logprobs")
+                )
+                return None
         known = len(self._tokens) - self._tokens_arrived
         self._tokens_arrived += len(event.tokens)
         tokens = event.tokens[known:] if known else event.tokens
@@ -235,17 +254,30 @@ class Assembler:
             return None
         self.phase = "decode"
         self._tokens += tokens
+        logprobs, tops = event.logprobs[known:], event.top_logprobs[known:]
+        self._logprobs += logprobs
+        self._top_logprobs += tops
         if text:
             channel.append(text)
-        return self._snap(text, "", tokens) if channel is self._content else self._snap("", text, tokens)
+        new = (text, "") if channel is self._content else ("", text)
+        return self._snap(*new, tokens, logprobs, tops)
 
-    def _snap(self, new_text: str, new_reasoning: str, tokens: list[int]) -> Snap:
+    def _snap(
+        self,
+        new_text: str,
+        new_reasoning: str,
+        tokens: list[int],
+        logprobs: list[float],
+        tops: list[dict[int, float]],
+    ) -> Snap:
         return Snap(
             self._content,
             self._reasoning,
             new_text=new_text,
             new_reasoning=new_reasoning,
             tokens=tokens,
+            logprobs=logprobs,
+            top_logprobs=tops,
             usage=self.usage,
             phase=self.phase,
             processed=self._processed,
@@ -269,5 +301,7 @@ class Assembler:
             fallback_reason=event.fallback_reason,
             restarts=event.restarts,
             request_id=self.request_id.hex(),
+            logprobs=list(self._logprobs),
+            top_logprobs=list(self._top_logprobs),
         )
         self._state = RequestState.CLOSED

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import unicodedata
-from typing import Any, NamedTuple
+from typing import Any
 
 from . import limits
+from .checks_choice import check_format, check_logprobs
 from .codec import ID_BYTES
 from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
 from .errors import ErrorCode
+from .problem import Problem
+from .problem import bad as _bad
 from .values import ROLES, ChatMessage, Part
 
 RESERVED_TEMPLATE_ARGS = frozenset(
@@ -44,17 +47,6 @@ RESERVED_TEMPLATE_ARGS = frozenset(
 
 _INVISIBLE = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
 """Unicode categories without a mark on paper: controls, format characters, separators."""
-
-
-class Problem(NamedTuple):
-    """Why a command is refused."""
-
-    code: ErrorCode
-    message: str
-
-
-def _bad(message: str) -> Problem:
-    return Problem(ErrorCode.BAD_REQUEST, message)
 
 
 def is_blank(text: str) -> bool:
@@ -158,6 +150,8 @@ def check_generate(request: Generate, *, resumed: bool = False) -> Problem | Non
         or _check_numbers(request)
         or _check_stop(request)
         or _check_bias(request)
+        or check_logprobs(request)
+        or check_format(request.response_format)
         or _check_resume(request, resumed)
         or _check_tenant(request)
     )
@@ -261,6 +255,7 @@ def _check_numbers(request: Generate) -> Problem | None:
         ("temperature", request.temperature, 0.0, limits.MAX_TEMPERATURE),
         ("min_p", request.min_p, 0.0, 1.0),
         ("repetition_penalty", request.repetition_penalty, limits.MIN_REPETITION_PENALTY, penalty),
+        ("xtc_probability", request.xtc_probability, 0.0, 1.0),
         ("presence_penalty", request.presence_penalty, -penalty, penalty),
         ("frequency_penalty", request.frequency_penalty, -penalty, penalty),
     ):
@@ -268,6 +263,7 @@ def _check_numbers(request: Generate) -> Problem | None:
             return _bad(f"{field} must be {low:g} to {high:g}, got {value}")
     for field, value, high in (
         ("top_p", request.top_p, 1.0),
+        ("xtc_threshold", request.xtc_threshold, limits.MAX_XTC_THRESHOLD),
         ("deadline_s", request.deadline_s, limits.MAX_DEADLINE_S),
     ):
         if value is not None and not 0.0 < value <= high:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from .values import CancelReason, ChatMessage, OnCrash
+from .values import CancelReason, ChatMessage, OnCrash, ResponseFormat
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -79,6 +79,10 @@ class Generate(Command, tag=0x02, frozen=True):
     top_k: int = 0
     """0: off."""
     min_p: float = 0.0
+    xtc_probability: float = 0.0
+    """How often, token by token, all likely candidates but the least likely of them are left out. 0: off."""
+    xtc_threshold: float = 0.1
+    """From which probability on a candidate is a likely one."""
     seed: int | None = None
     """None: fresh randomness for every request."""
     stop: list[str] | str | None = None
@@ -90,6 +94,12 @@ class Generate(Command, tag=0x02, frozen=True):
     """Subtracted once from every token generated so far, as the OpenAI API means it."""
     frequency_penalty: float = 0.0
     """Subtracted for each time that a token was generated."""
+    logprobs: bool = False
+    """Give the log probability of each token, after bias and penalties, before filters and temperature."""
+    top_logprobs: int = 0
+    """Give so many of the likeliest tokens at each position too. Needs `logprobs`."""
+    response_format: ResponseFormat | None = None
+    """The form that the answer must have; after the reasoning, if there is any."""
     stream_interval: int = 1
     """Tokens a snapshot, at least."""
     deadline_s: float | None = None

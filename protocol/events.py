@@ -72,6 +72,10 @@ class Snapshot(Event, tag=0x47, frozen=True):
     tokens: list[int] = []
     """Ids generated since the last snapshot. Ids of held-back text come when they are generated."""
     channel: Channel = "content"
+    logprobs: list[float] = []
+    """One for each of `tokens`, if the request asks for them; else empty."""
+    top_logprobs: list[dict[int, float]] = []
+    """For each of `tokens` the likeliest ids, if the request asks for them; else empty."""
 
 
 class Done(Event, tag=0x48, frozen=True):

@@ -21,6 +21,10 @@ MAX_LOGIT_BIAS: Final = 4096
 MAX_TOKENS: Final = 2**31 - 1
 """Ceiling of `max_tokens` and of a token id; the context limit and the vocabulary of the model cut first."""
 
+MAX_TOP_LOGPROBS: Final = 20
+MAX_XTC_THRESHOLD: Final = 0.5
+MAX_FORMAT_BYTES: Final = 128 * 1024
+"""Of a schema (as JSON), a pattern, a grammar, or all choices together."""
 MAX_SEED: Final = 2**63 - 1
 MAX_TEMPERATURE: Final = 100.0
 MAX_PENALTY: Final = 100.0

@@ -20,6 +20,15 @@ CancelReason = Literal["cancelled", "deadline"]
 
 ROLES: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
+FORMATS: dict[str, str | None] = {
+    "json_schema": "schema",
+    "json_object": None,
+    "regex": "pattern",
+    "choice": "choices",
+    "grammar": "grammar",
+}
+"""Types of a `ResponseFormat`, and the field that each needs."""
+
 
 class Part(Value, frozen=True):
     """One piece of a message. `type` is `text` (with `text`) or `image` (with `data` or `path`)."""
@@ -39,6 +48,19 @@ class ChatMessage(Value, frozen=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+
+class ResponseFormat(Value, frozen=True):
+    """The form that an answer must have. `type` says which one of the other fields is given (`FORMATS`)."""
+
+    type: str
+    """`json_schema`, `json_object`, `regex`, `choice` or `grammar`."""
+    schema: dict[str, Any] | None = None
+    pattern: str | None = None
+    """In the syntax of Rust's regex crate, for the whole answer."""
+    choices: list[str] | None = None
+    grammar: str | None = None
+    """In Lark syntax, as llguidance reads it; the answer is `start`."""
 
 
 class Usage(Value, frozen=True):

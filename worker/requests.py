@@ -11,15 +11,17 @@ from collections.abc import Iterator
 from ..protocol.commands import Generate
 from ..protocol.events import Snapshot
 from ..protocol.values import Timings, Usage
-from .engines.base import Prepared, Row, TextOut
+from .engines.base import Prepared, Row, TextOut, TokenOut
 
 
 class Request:
     """One request, from its arrival to its last event."""
 
     __slots__ = (
+        "_held_logprobs",
         "_held_pieces",
         "_held_tokens",
+        "_held_tops",
         "cached",
         "chars",
         "first_token_at",
@@ -65,6 +67,8 @@ class Request:
         self.progress_at = 0.0
         self._held_tokens: list[int] = []
         self._held_pieces: list[str] = []
+        self._held_logprobs: list[float] = []
+        self._held_tops: list[dict[int, float]] = []
 
     def adopt(self, prepared: Prepared) -> str | None:
         """Take what the engine prepared.
@@ -87,11 +91,8 @@ class Request:
         self._show(text.finish())
         return "length" if self.resumed >= row.max_tokens and not text.stopped else "stop"
 
-    def take(self, token: int, finish: str | None, now: float) -> str | None:
-        """Take a new token.
-
-        Args:
-            finish: as in `TokenOut`. With `stop` the token ends the sequence and has no text.
+    def take(self, out: TokenOut, now: float) -> str | None:
+        """Take a new token. With the finish `stop` it ends the sequence and has no text.
 
         Returns:
             The finish reason, if the request ends here: the engine's, or `stop` for a stop string.
@@ -100,7 +101,12 @@ class Request:
             self.first_token_at = now
         self.last_token_at = now
         self.generated += 1
+        token, finish = out.token, out.finish
         self._held_tokens.append(token)
+        if out.logprob is not None:
+            self._held_logprobs.append(out.logprob)
+        if out.top is not None:
+            self._held_tops.append(out.top)
         text = self.text
         assert text is not None  # only prepared requests are inserted
         if finish != "stop":
@@ -133,12 +139,16 @@ class Request:
         text = "".join(self._held_pieces)
         if not tokens and not text:
             return None
-        made = Snapshot(self.seq, self.chars, text, tokens)
+        made = Snapshot(
+            self.seq, self.chars, text, tokens, logprobs=self._held_logprobs, top_logprobs=self._held_tops
+        )
         self.seq += 1
         self.chars += len(text)
         self.sent_at = now
         self._held_tokens = []
         self._held_pieces = []
+        self._held_logprobs = []
+        self._held_tops = []
         return made
 
     @property

@@ -18,7 +18,7 @@ from ..protocol.events import Loaded, LoadFailed
 from ..protocol.exit_codes import WorkerExit
 from ..protocol.values import FinishReason
 from .emitter import Emitter
-from .engines.base import Engine, PrefillOut, Refused, StepOut, TokenOut
+from .engines.base import Engine, PrefillOut, Refused, RowFailed, StepOut, TokenOut
 from .faults import is_out_of_memory, say
 from .mailbox import Mailbox, Order
 from .progress import WorkerProgress
@@ -199,7 +199,7 @@ class Service:
                 progress.completion_tokens += 1
                 progress.last_token_at = now
                 try:
-                    finish = request.take(out.token, out.finish, now)
+                    finish = request.take(out, now)
                 except Exception as error:
                     traceback.print_exc()
                     self._engine.remove(request.request_id)
@@ -214,6 +214,8 @@ class Service:
                     self._finish(request, finish, now)
             elif isinstance(out, PrefillOut):
                 self._emitter.prefill(request, out, now)
+            elif isinstance(out, RowFailed):
+                self._fail(request, ErrorCode.INTERNAL, out.message)
             else:
                 assert_never(out)
         if running and not engine.busy:

@@ -8,6 +8,7 @@ from ..bench import Bench
 from ..measure import Figure
 from .cache import cache, cache_after_crash
 from .cancel import in_decode, in_prefill
+from .choice import extras, structured
 from .first_token import first_token
 from .footprint import footprint
 from .newcomer import newcomer
@@ -29,6 +30,8 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "recovery": recovery,
     "cache": cache,
     "cache-crash": cache_after_crash,
+    "structured": structured,
+    "extras": extras,
     "footprint": footprint,
     "wire": wire,
 }

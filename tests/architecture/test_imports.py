@@ -32,6 +32,7 @@ MODEL_MODULES = (
     "dflash_mlx",
     "transformers",
     "tokenizers",
+    "llguidance",
     "numpy",
     "torch",
     "PIL",

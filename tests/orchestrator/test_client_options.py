@@ -87,6 +87,13 @@ def test_messages_may_be_structs_tuples_and_generators() -> None:
             ["messages[0].content[0]", "image_url", '"image"'],
         ),
         ({"prompt": None, "messages": user([{"type": "image", "data": "xx"}])}, ["content[0].data", "bytes"]),
+        ({"response_format": "json"}, ["$.response_format", "'json'"]),
+        ({"response_format": {}}, ["$.response_format", "type"]),
+        ({"response_format": {"type": "regex", "patern": "a"}}, ["response_format", "'patern'", "'pattern'"]),
+        ({"response_format": {"type": "xml"}}, ["response_format.type", "'xml'"]),
+        ({"response_format": {"type": "choice", "choices": "yes"}}, ["$.response_format.choices"]),
+        ({"top_logprobs": 2}, ["top_logprobs", "logprobs"]),
+        ({"xtc_threshold": 0.6}, ["xtc_threshold", "0.5", "0.6"]),
     ],
 )
 def test_a_mistake_is_a_bad_request_that_names_it(options: dict[str, Any], words: list[str]) -> None:

@@ -77,6 +77,54 @@ def test_a_snap_keeps_the_text_of_its_moment_in_any_order_of_reading(snapshots: 
     assert [s.text for s in snaps] == texts
 
 
+@given(streams(), st.data(), st.booleans())
+def test_log_probabilities_stay_with_their_tokens(
+    snapshots: list[Snapshot], data: st.DataObject, rewind: bool
+) -> None:
+    snapshots = [
+        Snapshot(
+            s.seq,
+            s.offset,
+            s.text,
+            s.tokens,
+            s.channel,
+            [-float(token) for token in s.tokens],
+            [{token: -float(token)} for token in s.tokens],
+        )
+        for s in snapshots
+    ]
+    assembler = Assembler(ID)
+    cut = data.draw(st.integers(0, len(snapshots)))
+    snaps = feed(assembler, Accepted(), *snapshots[:cut])
+    rest = snapshots[cut:]
+    if rewind:
+        assembler.rewind()
+        rest = snapshots
+        snaps += feed(assembler, Accepted())
+    snaps += feed(assembler, *merge_snapshots(rest), done(len(whole(snapshots, "content"))))
+    assert assembler.error is None
+    assert assembler.result is not None
+    tokens = [token for s in snapshots for token in s.tokens]
+    for tokens_here, values, tops in (
+        (assembler.result.tokens, assembler.result.logprobs, assembler.result.top_logprobs),
+        (
+            [token for s in snaps for token in s.tokens],
+            [value for s in snaps for value in s.logprobs],
+            [top for s in snaps for top in s.top_logprobs],
+        ),
+    ):
+        assert tokens_here == tokens
+        assert values == [-float(token) for token in tokens]
+        assert tops == [{token: -float(token)} for token in tokens]
+
+
+def test_log_probabilities_that_do_not_match_their_tokens_break_the_stream() -> None:
+    assembler = Assembler(ID)
+    feed(assembler, Accepted(), Snapshot(0, 0, "a", [1, 2], logprobs=[-1.0]))
+    assert isinstance(assembler.error, ProtocolMismatch)
+    assert "2 tokens and 1 logprobs" in str(assembler.error)
+
+
 def test_the_result_carries_what_the_daemon_said() -> None:
     assembler = Assembler(ID)
     feed(assembler, Accepted(), Snapshot(0, 0, "hé", [7]), done(2))

@@ -114,6 +114,11 @@ _CHAT = v.ChatMessage(
     reasoning_content="It purrs.",
 )
 
+_FORMAT = v.ResponseFormat(
+    type="json_schema", schema={"type": "object"}, pattern="[0-9]+", choices=["yes", "no"], grammar='start: "a"'
+)
+_LOGPROBS = {"logprobs": [-0.5, -2.25], "top_logprobs": [{995: -0.5, 7: -1.5}, {12: -2.25}]}
+
 MINIMAL: tuple[Message, ...] = (
     c.Load(name="tiny", model="/models/tiny"),
     c.Generate(model="tiny", prompt="Hello"),
@@ -173,6 +178,8 @@ FULL: tuple[Message, ...] = (
         top_p=0.75,
         top_k=40,
         min_p=0.0625,
+        xtc_probability=0.5,
+        xtc_threshold=0.25,
         seed=2**63 - 1,
         stop=["\n\n", "END"],
         logit_bias={0: -100.0, 151935: 2.5},
@@ -180,6 +187,9 @@ FULL: tuple[Message, ...] = (
         repetition_window=32,
         presence_penalty=0.25,
         frequency_penalty=-0.25,
+        logprobs=True,
+        top_logprobs=3,
+        response_format=_FORMAT,
         stream_interval=4,
         deadline_s=30.0,
         on_crash="fail",
@@ -203,7 +213,7 @@ FULL: tuple[Message, ...] = (
     e.LoadFailed(code="out_of_memory", message="needs 9 GB, 8 GB are free", retryable=True),
     e.Accepted(position=3),
     e.Progress(phase="prefill", processed=512, total=2048),
-    e.Snapshot(seq=1, offset=5, text=" wörld 🌍", tokens=[995, 12], channel="reasoning"),
+    e.Snapshot(seq=1, offset=5, text=" wörld 🌍", tokens=[995, 12], channel="reasoning", **_LOGPROBS),
     e.Done(
         finish_reason="length",
         usage=_USAGE,

@@ -23,7 +23,7 @@ from mlx_bulkhead.protocol.commands import (
     Unload,
 )
 from mlx_bulkhead.protocol.errors import ErrorCode
-from mlx_bulkhead.protocol.values import ChatMessage, Part
+from mlx_bulkhead.protocol.values import ChatMessage, Part, ResponseFormat
 
 from .strategies import messages
 
@@ -61,6 +61,13 @@ BAD_NUMBERS: list[tuple[str, Any, str]] = [
     ("top_p", -0.1, "over 0 and at most 1"),
     ("top_k", -1, f"0 to {MAX}"),
     ("top_k", 2**31, f"0 to {MAX}"),
+    ("xtc_probability", 1.5, "0 to 1"),
+    ("xtc_probability", NAN, "0 to 1"),
+    ("xtc_threshold", 0.0, "over 0 and at most 0.5"),
+    ("xtc_threshold", 0.75, "over 0 and at most 0.5"),
+    ("xtc_threshold", NAN, "over 0 and at most 0.5"),
+    ("top_logprobs", -1, "0 to 20"),
+    ("top_logprobs", 21, "0 to 20"),
     ("min_p", 2.0, "0 to 1"),
     ("min_p", -0.5, "0 to 1"),
     ("min_p", NAN, "0 to 1"),
@@ -108,6 +115,14 @@ GOOD_FIELDS: list[tuple[str, Any]] = [
     ("top_k", 1_000_000),
     ("min_p", 0.0),
     ("min_p", 1.0),
+    ("xtc_probability", 1.0),
+    ("xtc_threshold", 0.5),
+    ("logprobs", True),
+    ("response_format", ResponseFormat("json_object")),
+    ("response_format", ResponseFormat("json_schema", schema={})),
+    ("response_format", ResponseFormat("regex", pattern="a")),
+    ("response_format", ResponseFormat("choice", choices=["a"])),
+    ("response_format", ResponseFormat("grammar", grammar='start: "a"')),
     ("seed", 0),
     ("seed", 2**63 - 1),
     ("repetition_penalty", 1.0),

@@ -7,7 +7,7 @@ from mlx_bulkhead.protocol.commands import Generate
 from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.worker.emitter import PROGRESS_PAUSE_S, SNAPSHOT_PAUSE_S, Emitter
-from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling
+from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling, TokenOut
 from mlx_bulkhead.worker.faults import is_out_of_memory
 from mlx_bulkhead.worker.mailbox import Mailbox
 from mlx_bulkhead.worker.progress import Observer, WorkerProgress
@@ -49,8 +49,8 @@ def test_a_life_in_numbers() -> None:
     request.inserted_at = 12.0
     request.processed, request.total, request.cached = 4, 4, 1
     for token, at in ((0, 12.5), (1, 13.0), (2, 13.5)):
-        assert request.take(token, None, at) is None
-    assert request.take(3, "length", 14.5) == "length"
+        assert request.take(TokenOut(b"", token, None), at) is None
+    assert request.take(TokenOut(b"", 3, "length"), 14.5) == "length"
     assert request.snapshot(14.5) == Snapshot(0, 0, "abcd", [0, 1, 2, 3])
     assert request.snapshot(14.5) is None
     usage, timings = request.usage(), request.timings(99.0)
@@ -68,7 +68,7 @@ def test_figures_without_a_base_are_zero() -> None:
     assert timings.queued_ms == 1000
     assert (timings.prompt_per_second, timings.predicted_per_second, timings.prompt_n) == (0, 0, 0)
     request.inserted_at = 11.0
-    request.take(0, "stop", 11.0)
+    request.take(TokenOut(b"", 0, "stop"), 11.0)
     timings = request.timings(11.0)
     assert (timings.prompt_per_second, timings.predicted_per_second, timings.predicted_n) == (0, 0, 1)
 
@@ -76,15 +76,15 @@ def test_figures_without_a_base_are_zero() -> None:
 def test_the_token_that_ends_a_sequence_has_no_text() -> None:
     request, _ = prepared([], 0)
     request.inserted_at = 11.0
-    request.take(0, None, 11.0)
-    assert request.take(24, "stop", 11.0) == "stop"
+    request.take(TokenOut(b"", 0, None), 11.0)
+    assert request.take(TokenOut(b"", 24, "stop"), 11.0) == "stop"
     assert request.snapshot(11.0) == Snapshot(0, 0, "a", [0, 24])
 
 
 def test_a_stop_string_wins_over_length() -> None:
     request, _ = prepared([], 0)
     request.inserted_at = 11.0
-    assert request.take(25, "length", 11.0) == "stop"
+    assert request.take(TokenOut(b"", 25, "length"), 11.0) == "stop"
 
 
 @pytest.mark.parametrize(
@@ -109,16 +109,16 @@ def test_what_was_sent_can_be_all(resumed: list[int], emitted: int, finish: str 
 def test_snapshots_wait_for_the_clock_and_the_interval() -> None:
     request, _ = prepared([], 0, stream_interval=3)
     request.inserted_at = 11.0
-    request.take(0, None, 11.0)
+    request.take(TokenOut(b"", 0, None), 11.0)
     assert request.is_due(11.0, SNAPSHOT_PAUSE_S), "the first one leaves at once"
     request.snapshot(11.0)
-    request.take(0, None, 11.001)
-    request.take(0, None, 11.002)
-    request.take(0, None, 11.003)
+    request.take(TokenOut(b"", 0, None), 11.001)
+    request.take(TokenOut(b"", 0, None), 11.002)
+    request.take(TokenOut(b"", 0, None), 11.003)
     assert not request.is_due(11.003, SNAPSHOT_PAUSE_S), "enough tokens, too early"
     assert request.is_due(11.0 + 1.01 * SNAPSHOT_PAUSE_S, SNAPSHOT_PAUSE_S)
     request.snapshot(11.0081)
-    request.take(0, None, 11.1)
+    request.take(TokenOut(b"", 0, None), 11.1)
     assert not request.is_due(11.1, SNAPSHOT_PAUSE_S), "late enough, too few tokens"
 
 
@@ -180,7 +180,7 @@ def test_ends_are_counted_by_kind() -> None:
     for reason in ("stop", "length", "cancelled", "deadline"):
         request, _ = prepared([], 0)
         request.inserted_at = 11.0
-        request.take(0, None, 11.0)
+        request.take(TokenOut(b"", 0, None), 11.0)
         emits.done(request, reason, "text", 12.0)  # pyright: ignore[reportArgumentType]
     emits.failed(b"a" * 16, ErrorCode.INTERNAL, "planted")
     mailbox.close()

@@ -10,7 +10,7 @@ from mlx_bulkhead.protocol.commands import Cancel, Command, Generate, Load, Shut
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
 from mlx_bulkhead.protocol.values import CacheStats, Limits, Memory, WorkerInfo
-from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling, StepOut, TokenOut
+from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, RowFailed, Sampling, StepOut, TokenOut
 from mlx_bulkhead.worker.mailbox import Mailbox, Order
 from mlx_bulkhead.worker.progress import WorkerProgress
 from mlx_bulkhead.worker.service import Service
@@ -147,6 +147,34 @@ def test_a_lost_row_fails_instead_of_hanging() -> None:
     assert isinstance(failed, Failed)
     assert failed.code == "internal"
     assert failed.usage.completion_tokens == 1
+
+
+def test_a_row_that_fails_ends_alone_with_what_it_has() -> None:
+    def fail() -> list[StepOut]:
+        engine.rows.remove(A)
+        return [TokenOut(B, 2, None), RowFailed(A, "the next token could not be chosen: a bad day")]
+
+    engine = Scripted([TokenOut(A, 1, None), TokenOut(B, 1, None)], fail, [TokenOut(B, 3, "length")])
+    sent = serve(engine, A, B)
+    failed, done = sent[A][-1], sent[B][-1]
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.retryable) == ("internal", False)
+    assert "a bad day" in failed.message
+    assert failed.usage.completion_tokens == 1
+    assert text_of(sent[A]) == "1 "
+    assert isinstance(done, Done)
+    assert text_of(sent[B]) == "1 2 3 "
+
+
+def test_log_probabilities_leave_beside_their_tokens() -> None:
+    outs = [TokenOut(A, token, None, -float(token), {token: -float(token)}) for token in (1, 2, 3)]
+    engine = Scripted([outs[0]], [outs[1]], [outs[2], TokenOut(A, 4, "length", -4.0, {4: -4.0})])
+    snapshots = [message for message in serve(engine, A)[A] if isinstance(message, Snapshot)]
+    assert len(snapshots) > 1
+    for snapshot in snapshots:
+        assert snapshot.logprobs == [-float(token) for token in snapshot.tokens]
+        assert snapshot.top_logprobs == [{token: -float(token)} for token in snapshot.tokens]
+    assert [token for snapshot in snapshots for token in snapshot.tokens] == [1, 2, 3, 4]
 
 
 def test_tokens_for_nobody_are_ignored() -> None:

@@ -6,9 +6,9 @@ engine run on the executor thread.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
@@ -50,6 +50,8 @@ class Sampling:
     repetition_window: int = 64
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,11 @@ class Row:
     """Rows share prefixes with rows of the same salt only."""
     caching: bool = True
     """Whether it may use kept prefixes, and leave its own."""
+    logprobs: bool = False
+    """Whether its tokens come with their log probabilities, and with those of so many others: """
+    top_logprobs: int = 0
+    constrain: Callable[[Sequence[int]], Any] | None = None
+    """Makes what keeps the answer in its form: a processor of logits, given what is generated already."""
 
 
 class TokenOut(NamedTuple):
@@ -78,6 +85,10 @@ class TokenOut(NamedTuple):
     token: int
     finish: str | None
     """None, `stop` (an end-of-sequence token, which `token` is) or `length` (`max_tokens` reached)."""
+    logprob: float | None = None
+    """Of the token, if the row asks for it: natural, of the distribution before filters and temperature."""
+    top: dict[int, float] | None = None
+    """The likeliest tokens at this place, likeliest first, if the row asks for them."""
 
 
 class PrefillOut(NamedTuple):
@@ -89,7 +100,14 @@ class PrefillOut(NamedTuple):
     cached: int = 0
 
 
-StepOut = TokenOut | PrefillOut
+class RowFailed(NamedTuple):
+    """Choosing a row's tokens failed. The row is gone from the engine; the others go on."""
+
+    request_id: bytes
+    message: str
+
+
+StepOut = TokenOut | PrefillOut | RowFailed
 
 
 class TextOut(Protocol):

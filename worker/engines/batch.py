@@ -16,7 +16,7 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prom
 
 from ..memory.caps import Caps
 from ..text.sampling import greedy
-from .base import PrefillOut, StepOut
+from .base import PrefillOut, RowFailed, StepOut
 from .live import Facts, Keep, Live
 from .schedule import chunk_size, smooth
 
@@ -144,12 +144,12 @@ class Batch:
             if (processed := self._progress(prompt, outs)) > 0:
                 longest, rows = max(longest, processed), rows + 1
         for token in tokens:
-            out = self._rows[token.uid].take(token.token)
-            outs.append(out)
+            live = self._rows[token.uid]
+            outs.append(live.take(token.token, token.logprobs))
             if token.finish_reason is not None:
-                live = self._rows[token.uid]
                 self._forget(token.uid)
                 self._keep(live, token.prompt_cache, len(token.all_tokens), False, True)
+        outs += self._failed()
         if rows:
             spent = seconds - (self._decode_seconds if decoding else 0.0)
             self._token_seconds = smooth(self._token_seconds, max(spent, 1e-6) / (longest * rows))
@@ -179,6 +179,13 @@ class Batch:
             cache, tokens = self._generator.extract_cache([prompt.uid])[prompt.uid]
             self._keep(live, cache, len(tokens), False, durable)
         return live.cached - before
+
+    def _failed(self) -> list[RowFailed]:
+        """Take out the rows whose next token could not be chosen."""
+        failed = [out for live in self._rows.values() if (out := live.failed()) is not None]
+        for out in failed:
+            self.remove(next(live for live in self._rows.values() if live.row.request_id == out.request_id))
+        return failed
 
     def _uid(self, live: Live) -> int:
         return next(uid for uid, other in self._rows.items() if other is live)

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..text.sampling import Chooser, make_chooser
-from .base import Row, TokenOut
+import mlx.core as mx
+
+from ..text.chooser import Chooser, make_chooser
+from ..text.logprobs import read_logprobs
+from .base import Row, RowFailed, TokenOut
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +21,9 @@ class Facts:
     vocabulary: int
     eos: frozenset[int]
     banned: tuple[int, ...] = ()
+    """Never generated."""
+    spared: tuple[int, ...] = ()
+    """Never left out by XTC: ends of an answer and of a line."""
 
 
 class Live:
@@ -42,7 +48,7 @@ class Live:
         """Tokens that came from the prompt cache."""
         self.marks: list[tuple[int, bool]] = []
         """Where its prefill stops for a copy of its cache, and whether that goes to disk."""
-        self.chooser: Chooser = make_chooser(row, row.emitted, facts.vocabulary, facts.banned)
+        self.chooser: Chooser = self._choose(row.emitted)
 
     @property
     def prefilling(self) -> bool:
@@ -57,15 +63,26 @@ class Live:
             found = durable if position == self.cached else None
         return found
 
-    def take(self, token: int) -> TokenOut:
-        """Note a generated token and say whether it is the last."""
+    def take(self, token: int, logprobs: mx.array | None = None) -> TokenOut:
+        """Note a generated token and say whether it is the last.
+
+        `logprobs`: the distribution that it comes from; needed if the row asks for log probabilities.
+        """
         self.ids.append(token)
         self.left -= 1
         if token in self.facts.eos:
             finish = "stop"
         else:
             finish = "length" if self.left <= 0 else None
+        if self.row.logprobs and logprobs is not None:
+            own, top = read_logprobs(logprobs, token, self.row.top_logprobs)
+            return TokenOut(self.row.request_id, token, finish, own, top)
         return TokenOut(self.row.request_id, token, finish)
+
+    def failed(self) -> RowFailed | None:
+        """Whether choosing the row's next token failed, and why."""
+        message = self.chooser.fault.message
+        return None if message is None else RowFailed(self.row.request_id, message)
 
     def restart(self) -> None:
         """Forget cache and chooser; a new chooser goes on at the same position."""
@@ -74,8 +91,11 @@ class Live:
 
     def rechoose(self) -> None:
         """A fresh chooser for the position after the last token of `ids`."""
-        emitted = self.ids[len(self.row.prompt) :]
-        self.chooser = make_chooser(self.row, emitted, self.facts.vocabulary, self.facts.banned)
+        self.chooser = self._choose(self.ids[len(self.row.prompt) :])
+
+    def _choose(self, emitted: list[int]) -> Chooser:
+        facts = self.facts
+        return make_chooser(self.row, emitted, facts.vocabulary, facts.banned, facts.spared)
 
 
 Keep = Callable[[Live, Sequence[Any] | None, int, bool, bool], None]

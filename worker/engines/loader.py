@@ -27,7 +27,7 @@ from .base import Engine, LoadProblem, Report
 from .reasons import short
 
 _log = logging.getLogger(__name__)
-_PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "dflash-mlx", "transformers")
+_PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "dflash-mlx", "transformers", "llguidance")
 _GROUP_BYTES = 256 * 1024 * 1024
 """Weights evaluated between two progress reports."""
 
@@ -73,12 +73,14 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     model = _load_weights(path, load.trust_remote_code, report)
     generation = read_generation_config(path)
     vocabulary, filled = _warm_up(path, model)
+    eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
     store = make_store(load, caps.memory, path, versions, partial(make_prompt_cache, model), filled)
     facts = Facts(
         model=model,
         vocabulary=vocabulary,
-        eos=frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id"),
+        eos=eos,
+        spared=tuple(sorted(t for t in eos | _newline(tokenizer) if 0 <= t < vocabulary)),
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
     info = WorkerInfo(
@@ -214,6 +216,10 @@ def _context_limit(asked: int | None, config: dict[str, Any]) -> int:
         own = nested.get("max_position_embeddings")
     known = [limit for limit in (asked, own) if isinstance(limit, int) and limit > 0]
     return min(known, default=0)
+
+
+def _newline(tokenizer: Any) -> frozenset[int]:
+    return frozenset(tokenizer.encode("\n", add_special_tokens=False))
 
 
 def _ids(config: dict[str, Any], key: str) -> frozenset[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import string
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from ...protocol import limits
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
 from ...protocol.values import ChatMessage, Part
+from ..text.constraints import Constraints
 from ..text.detokenize import Detokenizers
 from ..text.output import TextStream
 from ..text.sampling import check_sampling
@@ -30,6 +31,7 @@ class Preparer:
         self._eos = eos
         self._detokenizers = Detokenizers(tokenizer)
         self._bound = LengthBound(tokenizer, context_limit or limits.MAX_PROMPT_TOKENS)
+        self._constraints = Constraints(tokenizer, vocabulary, eos)
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         """Render, tokenise, check. Raises `Refused`."""
@@ -42,7 +44,29 @@ class Preparer:
         text = TextStream(self._detokenizers.make(), stops, self._eos)
         if request.resume_tokens:
             text.replay(emitted, request.resume_chars)
-        return Prepared(Row(request_id, prompt, max_tokens, sampling, emitted, request.tenant, request.cache), text)
+        row = Row(
+            request_id,
+            prompt,
+            max_tokens,
+            sampling,
+            emitted,
+            salt=request.tenant,
+            caching=request.cache,
+            logprobs=request.logprobs,
+            top_logprobs=request.top_logprobs,
+            constrain=self._constrain(request, prompt),
+        )
+        return Prepared(row, text)
+
+    def _constrain(self, request: Generate, prompt: list[int]) -> Callable[[Sequence[int]], Any] | None:
+        """What keeps the answer in its form, if it must have one."""
+        if request.response_format is None:
+            return None
+        arguments = request.template_args or {}
+        wanted = all(arguments.get(name) is not False for name in ("enable_thinking", "thinking"))
+        return self._constraints.make(
+            request.response_format, prompt, may_think=request.messages is not None and wanted
+        )
 
     def _prompt(self, request: Generate) -> list[int]:
         if request.messages is not None:
@@ -314,4 +338,6 @@ def _sampling(request: Generate) -> Sampling:
         repetition_window=request.repetition_window,
         presence_penalty=request.presence_penalty,
         frequency_penalty=request.frequency_penalty,
+        xtc_probability=request.xtc_probability,
+        xtc_threshold=request.xtc_threshold,
     )

@@ -22,6 +22,7 @@ class Solo:
         self._keep = keep
         self.live: Live | None = None
         self._pending: mx.array | None = None
+        self._logprobs: mx.array | None = None  # the distribution that `pending` comes from, if the row asks for it
         self._steps = 0
 
     @property
@@ -34,11 +35,11 @@ class Solo:
         if live.cache is None:
             live.cache = make_prompt_cache(live.facts.model)
             live.cached = 0
-        self.live, self._pending, self._steps = live, None, 0
+        self.live, self._pending, self._logprobs, self._steps = live, None, None, 0
 
     def drop(self) -> None:
         """Forget the row. What is still being computed for it is discarded."""
-        self.live, self._pending = None, None
+        self.live, self._pending, self._logprobs = None, None, None
 
     def prefill(self, chunk: int) -> PrefillOut:
         """Process a chunk of the prompt; with the last one, start on the first token."""
@@ -56,8 +57,7 @@ class Solo:
                 if (durable := live.reached()) is not None:
                     self._keep(live, live.cache, end, True, durable)
             if live.cached >= total - 1:
-                self._pending = self._forward(live, mx.array(ids[-1:]))
-                mx.async_eval(self._pending)
+                self._pending, self._logprobs = self._forward(live, mx.array(ids[-1:]))
                 live.cached = total
                 return PrefillOut(live.row.request_id, total, total, live.hit)
         return PrefillOut(live.row.request_id, live.cached, total, live.hit)
@@ -66,15 +66,16 @@ class Solo:
         """The pending token. The one after it is set going first, unless not wanted (`ahead` False)."""
         live, pending = self._row(), self._pending
         assert pending is not None, "decode before the end of prefill"
-        following = None
+        following = distribution = None
         if ahead and live.left > 1:
             with mx.stream(generation_stream):
-                following = self._forward(live, pending)
-                mx.async_eval(following)
-        out = live.take(pending.item())  # pyright: ignore[reportArgumentType]
+                following, distribution = self._forward(live, pending)
+        if self._logprobs is not None:
+            mx.eval(pending, self._logprobs)
+        out = live.take(pending.item(), self._logprobs)  # pyright: ignore[reportArgumentType]
         if following is not None:
             live.cached += 1
-        self._pending = following
+        self._pending, self._logprobs = following, distribution
         self._steps += 1
         if self._steps % _TOKENS_A_CLEANUP == 0:
             mx.clear_cache()
@@ -83,12 +84,18 @@ class Solo:
             self._keep(live, live.cache, live.cached, False, True)
         return out
 
-    def _forward(self, live: Live, token: mx.array) -> mx.array:
+    def _forward(self, live: Live, token: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Set the token after `token` going; with the distribution that it comes from, if the row asks for that."""
         logits = live.facts.model(token[None], cache=live.cache)[:, -1, :]
-        sampler, processors = live.chooser
-        for processor in processors:
+        for processor in live.chooser.processors:
             logits = processor(token, logits)
-        return sampler(logits - mx.logsumexp(logits, keepdims=True))
+        logprobs = logits - mx.logsumexp(logits, keepdims=True)
+        following = live.chooser.sampler(logprobs)
+        if live.row.logprobs:
+            mx.async_eval(following, logprobs)
+            return following, logprobs
+        mx.async_eval(following)
+        return following, None
 
     def _row(self) -> Live:
         assert self.live is not None, "no row here"

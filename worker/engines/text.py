@@ -20,7 +20,7 @@ from ...protocol.commands import Generate
 from ...protocol.values import CacheStats, Memory, WorkerInfo
 from ..cache.store import PrefixStore
 from ..memory.caps import Caps, measure
-from .base import Prepared, Row, StepOut, TokenOut
+from .base import Prepared, Row, RowFailed, StepOut, TokenOut
 from .batch import Batch, can_part
 from .live import Facts, Live
 from .prepare import Preparer
@@ -101,8 +101,11 @@ class TextEngine:
             began = time.perf_counter()
             outs.append(self._solo.decode())
             self._decode_seconds = smooth(self._decode_seconds, time.perf_counter() - began)
+        if self._solo.live is not None and (failed := self._solo.live.failed()) is not None:
+            self._solo.drop()
+            outs.append(failed)
         for out in outs:
-            if isinstance(out, TokenOut) and out.finish is not None:
+            if isinstance(out, RowFailed) or (isinstance(out, TokenOut) and out.finish is not None):
                 self._rows.pop(out.request_id, None)
         if self._store is not None:
             self._store.tend(busy=True)
@@ -195,7 +198,10 @@ class TextEngine:
             return []
         outs = self._prefill(guest, decoding=True)
         live = guest.live
-        if live is not None and not guest.prefilling:
+        if live is not None and (failed := live.failed()) is not None:
+            guest.drop()
+            outs.append(failed)
+        elif live is not None and not guest.prefilling:
             outs.append(guest.decode(ahead=False))
             if guest.live is not None:
                 guest.drop()

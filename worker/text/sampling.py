@@ -1,4 +1,4 @@
-"""Chooses tokens for one row: penalties and bias on its logits, then greedy or a seeded draw.
+"""What can choose a row's tokens: greedy, or a seeded draw from what the filters leave.
 
 The key of a draw comes from (seed, position) alone and the global random state is never touched, so a seeded
 row gives the same tokens alone, in company and after a resume. Numbers are checked here against the
@@ -8,14 +8,13 @@ vocabulary, because the library fails on them in the middle of a step or not at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from ...protocol.errors import ErrorCode
-from ..engines.base import Refused, Row, Sampling
+from ..engines.base import Refused, Sampling
 
 Sampler = Callable[[mx.array], mx.array]
 """Log-probabilities [n, vocabulary] → token ids [n]."""
@@ -29,13 +28,6 @@ _LARGEST_SHARPNESS = 1e30
 
 _SMALLEST_TOP_P = 1e-6
 """Below this only the likeliest token stays anyhow, and a float32 would make nothing of it."""
-
-
-class Chooser(NamedTuple):
-    """What picks a row's tokens. Stateful: each part is called exactly once a token."""
-
-    sampler: Sampler
-    processors: list[Processor]
 
 
 def greedy(logprobs: mx.array) -> mx.array:
@@ -58,26 +50,13 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
             )
 
 
-def make_chooser(row: Row, emitted: Sequence[int], vocabulary: int, banned: Sequence[int] = ()) -> Chooser:
-    """The sampler and processors of a row of which `emitted` is already generated."""
-    sampling = row.sampling
-    sampler = greedy if sampling.temperature == 0 else Draw(sampling, len(emitted))
-    processors: list[Processor] = []
-    if sampling.logit_bias or banned:
-        processors.append(Bias(sampling.logit_bias, banned, vocabulary))
-    if sampling.repetition_penalty != 1.0 and sampling.repetition_window > 0:
-        # No window can hold more than the row will ever have.
-        window = min(sampling.repetition_window, len(row.prompt) + row.max_tokens)
-        processors.append(Repetition(sampling.repetition_penalty, window, [*row.prompt, *emitted]))
-    if sampling.presence_penalty or sampling.frequency_penalty:
-        processors.append(Occurrence(sampling.presence_penalty, sampling.frequency_penalty, emitted, vocabulary))
-    return Chooser(sampler, processors)
-
-
 class Draw:
-    """A seeded draw from the distribution that top_p, min_p, top_k and then temperature leave."""
+    """A seeded draw from the distribution that top_p, min_p, XTC, top_k and then temperature leave.
 
-    def __init__(self, sampling: Sampling, position: int) -> None:
+    `spared`: one bool for each token of the vocabulary; XTC leaves those in.
+    """
+
+    def __init__(self, sampling: Sampling, position: int, spared: mx.array) -> None:
         self._seed = sampling.seed
         self._position = position
         sharpness = min(1.0 / sampling.temperature, _LARGEST_SHARPNESS)
@@ -85,12 +64,21 @@ class Draw:
         self._sharpness = mx.array(sharpness, dtype=mx.float32)
         self._top_p = mx.array(max(sampling.top_p, _SMALLEST_TOP_P), dtype=mx.float32)
         self._log_min_p = mx.array(math.log(sampling.min_p) if sampling.min_p else 0.0, dtype=mx.float32)
-        self._pick = _picker(sampling.top_p < 1.0, sampling.min_p > 0.0, sampling.top_k)
+        self._probability = sampling.xtc_probability
+        self._threshold = mx.array(sampling.xtc_threshold, dtype=mx.float32)
+        self._spared = spared
+        filters = sampling.top_p < 1.0, sampling.min_p > 0.0, sampling.top_k
+        self._pick = _picker(*filters, use_xtc=False)
+        self._pick_xtc = _picker(*filters, use_xtc=True)
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        key = mx.random.key(_mix(self._seed, self._position))
+        bits = _mix(self._seed, self._position)
         self._position += 1
-        return self._pick(logprobs, key, self._sharpness, self._top_p, self._log_min_p)
+        given = logprobs, mx.random.key(bits), self._sharpness, self._top_p, self._log_min_p
+        # Whether XTC acts comes from bits of its own: those of the draw must not decide on both.
+        if self._probability and _mix(bits, 0) < self._probability * (_MASK_64 + 1):
+            return self._pick_xtc(*given, self._threshold, self._spared)
+        return self._pick(*given)
 
 
 def _mix(seed: int, position: int) -> int:
@@ -102,11 +90,16 @@ def _mix(seed: int, position: int) -> int:
 
 
 @lru_cache(maxsize=256)
-def _picker(use_top_p: bool, use_min_p: bool, top_k: int) -> Callable[..., mx.array]:
+def _picker(use_top_p: bool, use_min_p: bool, top_k: int, use_xtc: bool) -> Callable[..., mx.array]:
     """The compiled draw for a choice of filters, shared by all rows that make it."""
 
     def pick(
-        logprobs: mx.array, key: mx.array, sharpness: mx.array, top_p: mx.array, log_min_p: mx.array
+        logprobs: mx.array,
+        key: mx.array,
+        sharpness: mx.array,
+        top_p: mx.array,
+        log_min_p: mx.array,
+        *xtc: mx.array,
     ) -> mx.array:
         scores = logprobs.astype(mx.float32)
         if use_top_p:
@@ -119,6 +112,9 @@ def _picker(use_top_p: bool, use_min_p: bool, top_k: int) -> Callable[..., mx.ar
         best = mx.max(scores, axis=-1, keepdims=True)
         if use_min_p:
             scores = mx.where(scores < best + log_min_p, -mx.inf, scores)
+        if use_xtc:
+            scores = _exclude_top(scores, *xtc)
+            best = mx.max(scores, axis=-1, keepdims=True)
         if top_k:
             # By index, not by threshold: of equal tokens no more than top_k may stay.
             rest = mx.argpartition(scores, kth=-top_k, axis=-1)[..., :-top_k]
@@ -128,73 +124,8 @@ def _picker(use_top_p: bool, use_min_p: bool, top_k: int) -> Callable[..., mx.ar
     return mx.compile(pick)
 
 
-class Bias:
-    """Adds a constant to the logits of some tokens and bans others."""
-
-    def __init__(self, bias: dict[int, float], banned: Sequence[int], vocabulary: int) -> None:
-        values = {**bias, **dict.fromkeys(banned, -math.inf)}
-        ids = mx.array(list(values), dtype=mx.int32)
-        added = mx.array(list(values.values()), dtype=mx.float32)
-        self._dense = mx.zeros((vocabulary,), dtype=mx.float32).at[ids].add(added)
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits + self._dense.astype(logits.dtype)
-
-
-class Repetition:
-    """Divides positive and multiplies negative logits of the last `window` tokens, prompt included.
-
-    Keskar et al. 2019, arXiv:1909.05858.
-    """
-
-    def __init__(self, penalty: float, window: int, context: Sequence[int]) -> None:
-        self._penalty = mx.array(penalty, dtype=mx.float32)
-        recent = list(context[-window:])
-        # A fixed shape from the start. The oldest token fills it: it leaves only after its copies.
-        self._recent = mx.array([recent[0]] * (window - len(recent)) + recent, dtype=mx.int32)
-        self._first = True
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        if self._first:
-            self._first = False
-        else:
-            self._recent = mx.concatenate([self._recent[1:], tokens[-1:].astype(mx.int32)])
-        return _penalise(logits, self._recent, self._penalty)
-
-
-@mx.compile
-def _penalise(logits: mx.array, recent: mx.array, penalty: mx.array) -> mx.array:
-    chosen = logits[:, recent]
-    changed = mx.where(chosen < 0, chosen * penalty, chosen / penalty).astype(logits.dtype)
-    return mx.put_along_axis(logits, recent[None], changed, axis=-1)
-
-
-class Occurrence:
-    """Presence and frequency penalties over all that was generated, as the OpenAI API means them.
-
-    Subtracts presence once, and frequency for each occurrence. The prompt does not count.
-    """
-
-    def __init__(self, presence: float, frequency: float, emitted: Sequence[int], vocabulary: int) -> None:
-        self._counts = mx.zeros((vocabulary,), dtype=mx.float32)
-        if emitted:
-            self._counts = self._counts.at[mx.array(list(emitted), dtype=mx.int32)].add(1.0)
-        self._presence = mx.array(presence, dtype=mx.float32)
-        self._frequency = mx.array(frequency, dtype=mx.float32)
-        self._nothing = mx.array([], dtype=mx.int32)
-        self._first = True
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        newest = self._nothing if self._first else tokens[-1:]
-        self._first = False
-        logits, self._counts = _subtract(logits, self._counts, newest, self._presence, self._frequency)
-        return logits
-
-
-@mx.compile
-def _subtract(
-    logits: mx.array, counts: mx.array, newest: mx.array, presence: mx.array, frequency: mx.array
-) -> tuple[mx.array, mx.array]:
-    counts = counts.at[newest].add(1.0)
-    penalty = frequency * counts + mx.where(counts > 0, presence, 0.0)
-    return logits - penalty.astype(logits.dtype), counts
+def _exclude_top(scores: mx.array, threshold: mx.array, spared: mx.array) -> mx.array:
+    """Leave out all tokens over the threshold but the least likely of these (XTC, by p-e-w, 2024)."""
+    mass = mx.softmax(scores, axis=-1)
+    least = mx.min(mx.where(mass > threshold, mass, mx.inf), axis=-1, keepdims=True)
+    return mx.where((mass > least) & ~spared, -mx.inf, scores)
