@@ -9,6 +9,7 @@ from ..measure import Figure
 from .cache import cache, cache_after_crash
 from .cancel import in_decode, in_prefill
 from .choice import extras, structured
+from .equal import equal
 from .first_token import first_token
 from .footprint import footprint
 from .newcomer import newcomer
@@ -32,6 +33,7 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "cache-crash": cache_after_crash,
     "structured": structured,
     "extras": extras,
+    "equal": equal,
     "footprint": footprint,
     "wire": wire,
 }
