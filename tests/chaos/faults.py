@@ -21,6 +21,7 @@ from .frames import junk
 from .raw import Raw
 from .record import Record
 from .servers import Server
+from .traffic import explained
 from .victims import Victim
 
 SIGNALS = {"SIGKILL": signal.SIGKILL, "SIGABRT": signal.SIGABRT, "SIGSEGV": signal.SIGSEGV}
@@ -125,7 +126,11 @@ def planned(stage: Stage) -> str | None:
         client.restart(model)
     if name in ("load hangs", "wrong version"):  # these end in FAILED, which only an explicit act leaves
         with stage.control(stage.fake) as client:
-            client.restart(model)
+            try:
+                client.restart(model)
+            except BulkheadError as error:  # a restart that was under way already left the plan to this one
+                if not explained("fake", error):
+                    raise
     return name
 
 
