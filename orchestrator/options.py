@@ -50,6 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     detached: bool
     tenant: str
     cache: bool
+    channels: bool
 
 
 class LoadOptions(TypedDict, total=False):

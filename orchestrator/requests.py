@@ -18,7 +18,7 @@ from ..protocol import codec
 from ..protocol.commands import Generate
 from ..protocol.errors import RETRYABLE, BadRequest, ErrorCode, Quarantined, QueueFull
 from ..protocol.events import Accepted, Done, Failed, Progress, Snapshot
-from ..protocol.values import CancelReason, Phase, Timings, Usage
+from ..protocol.values import CancelReason, Channel, Phase, Timings, Usage
 from .streams import DONE, FAILED, PROGRESS, SNAPSHOT, RequestLog
 
 KEEP_FINISHED = 256
@@ -204,7 +204,7 @@ class RequestTable:
         if request.closed:
             return
         usage = self._usage(request)
-        chars = sum(len(s.text) for s in self._safe_snapshots(request) if s.channel == "content")
+        chars = _chars(self._safe_snapshots(request), "content")
         done = Done(
             finish_reason=reason,
             usage=usage,
@@ -271,8 +271,10 @@ class RequestTable:
         return msgspec.structs.replace(
             request.message,
             resume_tokens=[token for s in snapshots for token in s.tokens],
-            resume_chars=sum(len(s.text) for s in snapshots if s.channel == "content"),
+            resume_chars=_chars(snapshots, "content"),
             resume_seq=snapshots[-1].seq + 1,
+            resume_reasoning_chars=_chars(snapshots, "reasoning"),
+            resume_tool_chars=_chars(snapshots, "tool_calls"),
         )
 
     def describe(self, request: LiveRequest) -> str:
@@ -334,3 +336,7 @@ def _prompt_hash(message: Generate) -> bytes:
     """What identifies a prompt, whatever its sampling: model and input."""
     what = (message.model, message.prompt, message.tokens, message.messages)
     return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).digest()
+
+
+def _chars(snapshots: list[Snapshot], channel: Channel) -> int:
+    return sum(len(s.text) for s in snapshots if s.channel == channel)

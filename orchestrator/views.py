@@ -12,7 +12,7 @@ from ..protocol.codec import kind_of
 from ..protocol.errors import BulkheadError, ProtocolMismatch, error_for
 from ..protocol.events import Accepted, Done, Failed, Progress, Snapshot
 from ..protocol.grammar import GrammarError, RequestState
-from ..protocol.values import FinishReason, Phase, Timings, Usage
+from ..protocol.values import Channel, FinishReason, Phase, Timings, ToolCall, Usage
 
 StreamEvent = Accepted | Progress | Snapshot | Done | Failed
 _KINDS = {cls: kind_of(cls) for cls in (Accepted, Progress, Snapshot, Done, Failed)}
@@ -47,8 +47,24 @@ class _Text:
         return self.upto(len(self.parts))
 
 
+class _Texts:
+    """The text of all channels."""
+
+    __slots__ = ("content", "reasoning", "tool_calls")
+
+    def __init__(self) -> None:
+        self.content = _Text()
+        self.reasoning = _Text()
+        self.tool_calls = _Text()
+
+    def of(self, channel: Channel) -> _Text:
+        return self.content if channel == "content" else getattr(self, channel)
+
+
 class Snap:
     """The state of a request at one moment. `text` is all so far, `new_text` what came since the last snap.
+
+    The same goes for `reasoning`, and for `tool_text`, which is what the model wrote to call tools.
 
     `tokens` are the ids new since the last snap; `logprobs` and `top_logprobs` have one entry for each of them if the
     request asks for that, else none. `processed` and `total` count prompt tokens in the phase
@@ -56,13 +72,12 @@ class Snap:
     """
 
     __slots__ = (
-        "_content",
-        "_content_parts",
-        "_reasoning",
-        "_reasoning_parts",
+        "_parts",
+        "_texts",
         "logprobs",
         "new_reasoning",
         "new_text",
+        "new_tool_text",
         "phase",
         "processed",
         "tokens",
@@ -73,11 +88,11 @@ class Snap:
 
     def __init__(
         self,
-        content: _Text,
-        reasoning: _Text,
+        texts: _Texts,
         *,
         new_text: str,
         new_reasoning: str,
+        new_tool_text: str,
         tokens: list[int],
         logprobs: list[float],
         top_logprobs: list[dict[int, float]],
@@ -86,12 +101,11 @@ class Snap:
         processed: int,
         total: int,
     ) -> None:
-        self._content = content
-        self._content_parts = len(content.parts)
-        self._reasoning = reasoning
-        self._reasoning_parts = len(reasoning.parts)
+        self._texts = texts
+        self._parts = (len(texts.content.parts), len(texts.reasoning.parts), len(texts.tool_calls.parts))
         self.new_text = new_text
         self.new_reasoning = new_reasoning
+        self.new_tool_text = new_tool_text
         self.tokens = tokens
         self.logprobs = logprobs
         self.top_logprobs = top_logprobs
@@ -103,12 +117,17 @@ class Snap:
     @property
     def text(self) -> str:
         """All content so far."""
-        return self._content.upto(self._content_parts)
+        return self._texts.content.upto(self._parts[0])
 
     @property
     def reasoning(self) -> str:
         """All reasoning so far."""
-        return self._reasoning.upto(self._reasoning_parts)
+        return self._texts.reasoning.upto(self._parts[1])
+
+    @property
+    def tool_text(self) -> str:
+        """All that was written to call tools so far, marks included."""
+        return self._texts.tool_calls.upto(self._parts[2])
 
     def __repr__(self) -> str:
         return f"Snap(phase={self.phase!r}, new_text={self.new_text!r}, tokens={len(self.tokens)})"
@@ -136,6 +155,12 @@ class Result:
     """One for each token, if the request asks for them."""
     top_logprobs: list[dict[int, float]] = field(default_factory=list[dict[int, float]])
     """For each token the likeliest ids at its place, likeliest first, if the request asks for them."""
+    tool_calls: list[ToolCall] = field(default_factory=list[ToolCall])
+    """The tools that the answer asks to call."""
+    tool_text: str = ""
+    """How the model wrote that, marks included."""
+    tool_error: str = ""
+    """What of it could not be parsed, or names no given tool."""
 
 
 class Assembler:
@@ -152,8 +177,7 @@ class Assembler:
         self.error: BulkheadError | None = None
         self.phase: Phase = "queued"
         self._state = RequestState.NEW
-        self._content = _Text()
-        self._reasoning = _Text()
+        self._texts = _Texts()
         self._tokens: list[int] = []
         self._logprobs: list[float] = []
         self._top_logprobs: list[dict[int, float]] = []
@@ -169,7 +193,7 @@ class Assembler:
     @property
     def text(self) -> str:
         """All content so far."""
-        return self._content.whole()
+        return self._texts.content.whole()
 
     @property
     def usage(self) -> Usage:
@@ -220,10 +244,10 @@ class Assembler:
             self._processed, self._total = event.processed, event.total
         if event.phase == "prefill" and not self._prompt_tokens:  # a resumed prefill has the answer so far in it
             self._prompt_tokens = event.total
-        return self._snap("", "", [], [], []) if self.progress else None
+        return self._snap("content", "", [], [], []) if self.progress else None
 
     def _snapshot(self, event: Snapshot) -> Snap | None:
-        channel = self._content if event.channel == "content" else self._reasoning
+        channel = self._texts.of(event.channel)
         text = event.text
         if event.offset != channel.chars:
             overlap = channel.chars - event.offset
@@ -259,22 +283,21 @@ class Assembler:
         self._top_logprobs += tops
         if text:
             channel.append(text)
-        new = (text, "") if channel is self._content else ("", text)
-        return self._snap(*new, tokens, logprobs, tops)
+        return self._snap(event.channel, text, tokens, logprobs, tops)
 
     def _snap(
         self,
-        new_text: str,
-        new_reasoning: str,
+        channel: Channel,
+        text: str,
         tokens: list[int],
         logprobs: list[float],
         tops: list[dict[int, float]],
     ) -> Snap:
         return Snap(
-            self._content,
-            self._reasoning,
-            new_text=new_text,
-            new_reasoning=new_reasoning,
+            self._texts,
+            new_text=text if channel == "content" else "",
+            new_reasoning=text if channel == "reasoning" else "",
+            new_tool_text=text if channel == "tool_calls" else "",
             tokens=tokens,
             logprobs=logprobs,
             top_logprobs=tops,
@@ -285,14 +308,12 @@ class Assembler:
         )
 
     def _done(self, event: Done) -> None:
-        if event.chars != self._content.chars:
-            self.fail(
-                ProtocolMismatch(f"the text has {self._content.chars} characters, the sender counted {event.chars}")
-            )
+        if event.chars != (chars := self._texts.content.chars):
+            self.fail(ProtocolMismatch(f"the text has {chars} characters, the sender counted {event.chars}"))
             return
         self.result = Result(
-            text=self._content.whole(),
-            reasoning=self._reasoning.whole(),
+            text=self._texts.content.whole(),
+            reasoning=self._texts.reasoning.whole(),
             tokens=list(self._tokens),
             finish_reason=event.finish_reason,
             usage=event.usage,
@@ -303,5 +324,8 @@ class Assembler:
             request_id=self.request_id.hex(),
             logprobs=list(self._logprobs),
             top_logprobs=list(self._top_logprobs),
+            tool_calls=list(event.tool_calls),
+            tool_text=self._texts.tool_calls.whole(),
+            tool_error=event.tool_error,
         )
         self._state = RequestState.CLOSED

@@ -295,9 +295,15 @@ def _check_bias(request: Generate) -> Problem | None:
 
 
 def _check_resume(request: Generate, resumed: bool) -> Problem | None:
-    given = bool(request.resume_tokens), request.resume_chars, request.resume_seq
+    given = (
+        bool(request.resume_tokens),
+        request.resume_chars,
+        request.resume_seq,
+        request.resume_reasoning_chars,
+        request.resume_tool_chars,
+    )
     if not resumed and any(given):
-        return _bad("resume_tokens, resume_chars and resume_seq are set by the orchestrator only")
+        return _bad("fields whose names begin with resume_ are set by the orchestrator only")
     return None
 
 

@@ -117,6 +117,12 @@ class Generate(Command, tag=0x02, frozen=True):
     """Kept prefixes are shared within a tenant only."""
     cache: bool = True
     """Use kept prefixes, and leave this prompt for later ones."""
+    channels: bool = True
+    """Split the answer to `messages` into content, reasoning and tool calls. False: all of it is content."""
+    resume_reasoning_chars: int = 0
+    """Set by the orchestrator only: characters of the reasoning channel already sent."""
+    resume_tool_chars: int = 0
+    """Set by the orchestrator only: characters of the tool_calls channel already sent."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):

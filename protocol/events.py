@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from .values import Channel, FinishReason, ModelStatus, Phase, Timings, Usage, WorkerInfo, WorkerStats
+from .values import Channel, FinishReason, ModelStatus, Phase, Timings, ToolCall, Usage, WorkerInfo, WorkerStats
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -91,6 +91,10 @@ class Done(Event, tag=0x48, frozen=True):
     """Characters of the content channel in all; the receiver checks its own count against it."""
     restarts: int = 0
     """Workers that the request survived."""
+    tool_calls: list[ToolCall] = []
+    """What the tool_calls channel asks for, parsed."""
+    tool_error: str = ""
+    """What of that channel could not be parsed, or names no given tool."""
 
 
 class Failed(Event, tag=0x49, frozen=True):

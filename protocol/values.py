@@ -14,7 +14,7 @@ class Value(msgspec.Struct, frozen=True, omit_defaults=True):
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Phase = Literal["queued", "loading", "prefill", "decode", "restarting"]
 FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
-Channel = Literal["content", "reasoning"]
+Channel = Literal["content", "reasoning", "tool_calls"]
 OnCrash = Literal["resume", "fail"]
 CancelReason = Literal["cancelled", "deadline"]
 
@@ -48,6 +48,16 @@ class ChatMessage(Value, frozen=True):
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
+
+
+class ToolCall(Value, frozen=True):
+    """A call of a tool that an answer asks for."""
+
+    id: str
+    """Made by the worker; unique."""
+    name: str
+    arguments: str
+    """A JSON object."""
 
 
 class ResponseFormat(Value, frozen=True):

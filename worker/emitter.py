@@ -38,8 +38,7 @@ class Emitter:
 
     def flush(self, request: Request, now: float) -> None:
         """Send everything held."""
-        snapshot = request.snapshot(now)
-        if snapshot is not None:
+        for snapshot in request.snapshots(now):
             self._post(request.request_id, snapshot)
 
     def prefill(self, request: Request, out: PrefillOut, now: float) -> None:
@@ -60,7 +59,19 @@ class Emitter:
         else:
             self._progress.requests_done += 1
         usage, timings = request.usage(), request.timings(now)
-        self._post(request.request_id, Done(reason, usage, timings, engine, chars=request.chars))
+        calls, problem = request.tool_calls()
+        if calls and reason == "stop":
+            reason = "tool_calls"
+        done = Done(
+            reason,
+            usage,
+            timings,
+            engine,
+            chars=request.chars["content"],
+            tool_calls=calls,
+            tool_error=problem,
+        )
+        self._post(request.request_id, done)
         log.info(
             "request %s ended: %s, prompt %d (%d cached), generated %d, prefill %.0f ms, decode %.0f ms",
             request.request_id.hex()[:8],

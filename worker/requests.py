@@ -6,22 +6,34 @@ Knows neither engine nor frames. Everything here runs on the executor thread. Ti
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from ..protocol.commands import Generate
 from ..protocol.events import Snapshot
-from ..protocol.values import Timings, Usage
+from ..protocol.values import Channel, Timings, ToolCall, Usage
 from .engines.base import Prepared, Row, TextOut, TokenOut
+from .text.channels import Piece
+
+
+class _Run:
+    """What is held of one channel, between two changes of it."""
+
+    __slots__ = ("channel", "logprobs", "pieces", "tokens", "tops")
+
+    def __init__(self, channel: Channel) -> None:
+        self.channel: Channel = channel
+        self.pieces: list[str] = []
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.tops: list[dict[int, float]] = []
 
 
 class Request:
     """One request, from its arrival to its last event."""
 
     __slots__ = (
-        "_held_logprobs",
-        "_held_pieces",
-        "_held_tokens",
-        "_held_tops",
+        "_held",
+        "_runs",
         "cached",
         "chars",
         "first_token_at",
@@ -61,14 +73,16 @@ class Request:
         self.total = 0
         self.cached = 0
         self.seq = message.resume_seq
-        self.chars = message.resume_chars
+        self.chars: dict[Channel, int] = {
+            "content": message.resume_chars,
+            "reasoning": message.resume_reasoning_chars,
+            "tool_calls": message.resume_tool_chars,
+        }
         """Characters sent, by this incarnation and those before it."""
         self.sent_at = 0.0
         self.progress_at = 0.0
-        self._held_tokens: list[int] = []
-        self._held_pieces: list[str] = []
-        self._held_logprobs: list[float] = []
-        self._held_tops: list[dict[int, float]] = []
+        self._runs = [_Run("content")]
+        self._held = 0  # tokens in the runs
 
     def adopt(self, prepared: Prepared) -> str | None:
         """Take what the engine prepared.
@@ -102,17 +116,19 @@ class Request:
         self.last_token_at = now
         self.generated += 1
         token, finish = out.token, out.finish
-        self._held_tokens.append(token)
+        run = self._runs[-1]
+        run.tokens.append(token)
+        self._held += 1
         if out.logprob is not None:
-            self._held_logprobs.append(out.logprob)
+            run.logprobs.append(out.logprob)
         if out.top is not None:
-            self._held_tops.append(out.top)
+            run.tops.append(out.top)
         text = self.text
         assert text is not None  # only prepared requests are inserted
         if finish != "stop":
-            piece = text.push(token)
-            if piece:
-                self._show(piece)
+            pieces = text.push(token)
+            if pieces:
+                self._show(pieces)
             if text.stopped:
                 return "stop"
         if finish is not None:
@@ -125,31 +141,48 @@ class Request:
         if self.text is not None and not self.text.stopped:
             self._show(self.text.finish())
 
-    def _show(self, piece: str) -> None:
-        if piece:
-            self._held_pieces.append(piece)
+    def _show(self, pieces: Sequence[Piece]) -> None:
+        """Add text. Tokens go with the first text after them, whatever its channel."""
+        for channel, text in pieces:
+            run = self._runs[-1]
+            if run.channel != channel:
+                if run.pieces:
+                    self._runs.append(run := _Run(channel))
+                run.channel = channel
+            run.pieces.append(text)
 
     def is_due(self, now: float, pause: float) -> bool:
         """Whether a snapshot should leave: the first one at once, later ones by clock and interval."""
-        return now - self.sent_at >= pause and (len(self._held_tokens) >= self.interval or self.generated == 1)
+        return now - self.sent_at >= pause and (self._held >= self.interval or self.generated == 1)
 
-    def snapshot(self, now: float) -> Snapshot | None:
-        """Everything held, taken out; None when nothing is."""
-        tokens = self._held_tokens
-        text = "".join(self._held_pieces)
-        if not tokens and not text:
-            return None
-        made = Snapshot(
-            self.seq, self.chars, text, tokens, logprobs=self._held_logprobs, top_logprobs=self._held_tops
-        )
-        self.seq += 1
-        self.chars += len(text)
-        self.sent_at = now
-        self._held_tokens = []
-        self._held_pieces = []
-        self._held_logprobs = []
-        self._held_tops = []
+    def snapshots(self, now: float) -> list[Snapshot]:
+        """Everything held, taken out: one for each stretch of a channel."""
+        made: list[Snapshot] = []
+        for run in self._runs:
+            text = "".join(run.pieces)
+            if not run.tokens and not text:
+                continue
+            made.append(
+                Snapshot(
+                    self.seq,
+                    self.chars[run.channel],
+                    text,
+                    run.tokens,
+                    run.channel,
+                    logprobs=run.logprobs,
+                    top_logprobs=run.tops,
+                )
+            )
+            self.seq += 1
+            self.chars[run.channel] += len(text)
+        if made:
+            self.sent_at = now
+            self._runs, self._held = [_Run(self._runs[-1].channel)], 0
         return made
+
+    def tool_calls(self) -> tuple[list[ToolCall], str]:
+        """The tool calls of the answer, and what is wrong with them."""
+        return ([], "") if self.text is None else self.text.calls()
 
     @property
     def completion_tokens(self) -> int:

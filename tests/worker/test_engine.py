@@ -103,9 +103,9 @@ class Driver:
             self.log.append(name)
             self.finish[name] = out.finish
             if out.finish != "stop":
-                self.text[name] += self._streams[name].push(out.token)
+                self.text[name] += "".join(text for _, text in self._streams[name].push(out.token))
             if out.finish is not None:
-                self.text[name] += self._streams[name].finish()
+                self.text[name] += "".join(text for _, text in self._streams[name].finish())
 
     def until(self, condition: Callable[[], bool]) -> None:
         while not condition():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_bulkhead.worker.engines.base import TextOut
+from mlx_bulkhead.worker.text.channels import Piece
 
 from .test_engine import library, model_directory
 
@@ -174,8 +176,18 @@ def stream(stop: list[str] | None = None, silent: tuple[int, ...] = ()) -> Any:
     return TextStream(detokenizers("byte level").make(), stop or [], frozenset(silent))
 
 
+def shown(pieces: Sequence[Piece]) -> str:
+    """The text of some pieces of content."""
+    assert all(channel == "content" for channel, _ in pieces)
+    return "".join(text for _, text in pieces)
+
+
 def push_all(text: TextOut, tokens: list[int]) -> str:
-    return "".join(text.push(token) for token in tokens)
+    return "".join(shown(text.push(token)) for token in tokens)
+
+
+def rest(text: TextOut) -> str:
+    return shown(text.finish())
 
 
 @pytest.fixture
@@ -187,54 +199,52 @@ def tokens(tokenizers: dict[str, Any]) -> list[int]:
 def test_a_stop_string_cuts_exactly_across_tokens(tokens: list[int], stop: str) -> None:
     text = stream([stop])
     whole = "one 🚢 two, the lamp goes out"
-    shown = ""
+    cut = ""
     for token in tokens:
         if text.stopped:
-            assert text.push(token) == ""
+            assert not text.push(token)
         else:
-            shown += text.push(token)
+            cut += shown(text.push(token))
     assert text.stopped
-    assert shown == whole[: whole.index(stop)]
-    assert text.finish() == ""
+    assert cut == whole[: whole.index(stop)]
+    assert rest(text) == ""
 
 
 def test_what_is_held_back_comes_at_the_end(tokens: list[int]) -> None:
     text = stream(["out of the way"])
-    shown = push_all(text, tokens)
-    assert shown == "one 🚢 two, the lamp goes "
-    assert text.finish() == "out"
+    assert push_all(text, tokens) == "one 🚢 two, the lamp goes "
+    assert rest(text) == "out"
     assert not text.stopped
-    assert text.finish() == ""
+    assert rest(text) == ""
 
 
 def test_a_stop_string_that_only_the_tail_completes(tokenizers: dict[str, Any]) -> None:
     text = stream(["p "])
     ids = tokenizers["byte level"].encode("lamp ", add_special_tokens=False)
-    shown = push_all(text, ids) + text.finish()
-    assert shown == "lam"
+    assert push_all(text, ids) + rest(text) == "lam"
     assert text.stopped
 
 
 def test_end_tokens_have_no_text(tokenizers: dict[str, Any], tokens: list[int]) -> None:
     end = tokenizers["byte level"].eos_token_id
-    assert stream().push(end) == "<|im_end|>"
-    assert stream(silent=(end,)).push(end) == ""
+    assert shown(stream().push(end)) == "<|im_end|>"
+    assert not stream(silent=(end,)).push(end)
 
 
 @pytest.mark.parametrize("stop", [None, ["zzz", "goes out!"]])
 def test_a_resumed_text_goes_on_where_it_was_sent(tokens: list[int], stop: list[str] | None) -> None:
-    whole = push_all(text := stream(stop), tokens) + text.finish()
+    whole = push_all(text := stream(stop), tokens) + rest(text)
     for cut in range(len(tokens) + 1):
         before = push_all(stream(stop), tokens[:cut])
         for sent in {0, len(before) // 2, len(before)}:
             text = stream(stop)
             text.replay(tokens[:cut], sent)
-            assert whole[:sent] + push_all(text, tokens[cut:]) + text.finish() == whole
+            assert whole[:sent] + push_all(text, tokens[cut:]) + rest(text) == whole
 
 
 def test_a_stop_string_in_the_replay_ends_the_text(tokens: list[int]) -> None:
     text = stream(["two"])
     text.replay(tokens, 2)
     assert text.stopped
-    assert text.finish() == "e 🚢 "
-    assert text.push(tokens[0]) == ""
+    assert rest(text) == "e 🚢 "
+    assert not text.push(tokens[0])

@@ -6,12 +6,14 @@ import pytest
 from mlx_bulkhead.protocol.commands import Generate
 from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
+from mlx_bulkhead.protocol.values import ToolCall
 from mlx_bulkhead.worker.emitter import PROGRESS_PAUSE_S, SNAPSHOT_PAUSE_S, Emitter
 from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling, TokenOut
 from mlx_bulkhead.worker.faults import is_out_of_memory
 from mlx_bulkhead.worker.mailbox import Mailbox
 from mlx_bulkhead.worker.progress import Observer, WorkerProgress
 from mlx_bulkhead.worker.requests import Request, RequestTable
+from mlx_bulkhead.worker.text.channels import Piece
 
 
 class Letters:
@@ -21,17 +23,20 @@ class Letters:
         self.held = ""
         self.stopped = False
 
-    def push(self, token: int) -> str:
+    def push(self, token: int) -> list[Piece]:
         if self.stopped:
-            return ""
+            return []
         out, self.held = self.held, chr(97 + token)
         if self.held == "z":
             self.held, self.stopped = "", True
-        return out
+        return [("content", out)] if out else []
 
-    def finish(self) -> str:
+    def finish(self) -> list[Piece]:
         out, self.held = self.held, ""
-        return out
+        return [("content", out)] if out else []
+
+    def calls(self) -> tuple[list[ToolCall], str]:
+        return [], ""
 
 
 def prepared(resumed: list[int], emitted: int, **fields: int) -> tuple[Request, str | None]:
@@ -51,8 +56,8 @@ def test_a_life_in_numbers() -> None:
     for token, at in ((0, 12.5), (1, 13.0), (2, 13.5)):
         assert request.take(TokenOut(b"", token, None), at) is None
     assert request.take(TokenOut(b"", 3, "length"), 14.5) == "length"
-    assert request.snapshot(14.5) == Snapshot(0, 0, "abcd", [0, 1, 2, 3])
-    assert request.snapshot(14.5) is None
+    assert request.snapshots(14.5) == [Snapshot(0, 0, "abcd", [0, 1, 2, 3])]
+    assert request.snapshots(14.5) == []
     usage, timings = request.usage(), request.timings(99.0)
     assert (usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens) == (4, 1, 4)
     assert (timings.queued_ms, timings.prompt_ms, timings.predicted_ms) == (2000, 500, 2000)
@@ -78,7 +83,7 @@ def test_the_token_that_ends_a_sequence_has_no_text() -> None:
     request.inserted_at = 11.0
     request.take(TokenOut(b"", 0, None), 11.0)
     assert request.take(TokenOut(b"", 24, "stop"), 11.0) == "stop"
-    assert request.snapshot(11.0) == Snapshot(0, 0, "a", [0, 24])
+    assert request.snapshots(11.0) == [Snapshot(0, 0, "a", [0, 24])]
 
 
 def test_a_stop_string_wins_over_length() -> None:
@@ -100,10 +105,10 @@ def test_what_was_sent_can_be_all(resumed: list[int], emitted: int, finish: str 
     request, reason = prepared(resumed, emitted, resume_chars=7, resume_seq=3)
     assert reason == finish
     assert request.completion_tokens == len(resumed)
-    sent = request.snapshot(1.0)
-    assert (sent.text if sent else "") == text
+    sent = request.snapshots(1.0)
+    assert "".join(one.text for one in sent) == text
     if sent:
-        assert (sent.seq, sent.offset) == (3, 7)
+        assert [(one.seq, one.offset) for one in sent] == [(3, 7)]
 
 
 def test_snapshots_wait_for_the_clock_and_the_interval() -> None:
@@ -111,13 +116,13 @@ def test_snapshots_wait_for_the_clock_and_the_interval() -> None:
     request.inserted_at = 11.0
     request.take(TokenOut(b"", 0, None), 11.0)
     assert request.is_due(11.0, SNAPSHOT_PAUSE_S), "the first one leaves at once"
-    request.snapshot(11.0)
+    request.snapshots(11.0)
     request.take(TokenOut(b"", 0, None), 11.001)
     request.take(TokenOut(b"", 0, None), 11.002)
     request.take(TokenOut(b"", 0, None), 11.003)
     assert not request.is_due(11.003, SNAPSHOT_PAUSE_S), "enough tokens, too early"
     assert request.is_due(11.0 + 1.01 * SNAPSHOT_PAUSE_S, SNAPSHOT_PAUSE_S)
-    request.snapshot(11.0081)
+    request.snapshots(11.0081)
     request.take(TokenOut(b"", 0, None), 11.1)
     assert not request.is_due(11.1, SNAPSHOT_PAUSE_S), "late enough, too few tokens"
 

@@ -9,11 +9,12 @@ from mlx_bulkhead.protocol.codec import Message
 from mlx_bulkhead.protocol.commands import Cancel, Command, Generate, Load, Shutdown
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
-from mlx_bulkhead.protocol.values import CacheStats, Limits, Memory, WorkerInfo
+from mlx_bulkhead.protocol.values import CacheStats, Limits, Memory, ToolCall, WorkerInfo
 from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, RowFailed, Sampling, StepOut, TokenOut
 from mlx_bulkhead.worker.mailbox import Mailbox, Order
 from mlx_bulkhead.worker.progress import WorkerProgress
 from mlx_bulkhead.worker.service import Service
+from mlx_bulkhead.worker.text.channels import Piece
 
 A, B = b"a" * 16, b"b" * 16
 
@@ -23,12 +24,15 @@ class Words:
 
     stopped = False
 
-    def push(self, token: int) -> str:
+    def push(self, token: int) -> list[Piece]:
         self.stopped = self.stopped or token == 99
-        return "" if self.stopped else f"{token} "
+        return [] if self.stopped else [("content", f"{token} ")]
 
-    def finish(self) -> str:
-        return ""
+    def finish(self) -> list[Piece]:
+        return []
+
+    def calls(self) -> tuple[list[ToolCall], str]:
+        return [], ""
 
 
 class Scripted:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
-from ...protocol.values import CacheStats, Memory, WorkerInfo
+from ...protocol.values import CacheStats, Memory, ToolCall, WorkerInfo
+from ..text.channels import Piece
 
 Report = Callable[[str, int, int], None]
 """`report(phase, done, total)`: a load moves; becomes `LoadProgress`."""
@@ -113,12 +114,16 @@ StepOut = TokenOut | PrefillOut | RowFailed
 class TextOut(Protocol):
     """Turns the tokens of one request into text that may be shown."""
 
-    def push(self, token: int) -> str:
-        """Text that became certain with this token, often empty. After `stopped`, always empty."""
+    def push(self, token: int) -> Sequence[Piece]:
+        """Text that became certain with this token, often none. After `stopped`, always none."""
         ...
 
-    def finish(self) -> str:
+    def finish(self) -> Sequence[Piece]:
         """The held-back rest, when generation ends other than by a stop string."""
+        ...
+
+    def calls(self) -> tuple[list[ToolCall], str]:
+        """The tool calls so far, and what is wrong with them."""
         ...
 
     @property

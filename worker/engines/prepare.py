@@ -6,6 +6,7 @@ import json
 import os
 import string
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -15,9 +16,11 @@ from ...protocol.errors import ErrorCode
 from ...protocol.values import ChatMessage, Part
 from ..text.constraints import Constraints
 from ..text.detokenize import Detokenizers
-from ..text.output import TextStream
+from ..text.markup import Markup
+from ..text.output import Channels, TextStream
 from ..text.sampling import check_sampling
 from ..text.templates import encode_messages, encode_prompt
+from ..text.tools import parse_calls
 from .base import Prepared, Refused, Row, Sampling
 
 
@@ -31,6 +34,7 @@ class Preparer:
         self._eos = eos
         self._detokenizers = Detokenizers(tokenizer)
         self._bound = LengthBound(tokenizer, context_limit or limits.MAX_PROMPT_TOKENS)
+        self._markup = Markup(tokenizer)
         self._constraints = Constraints(tokenizer, vocabulary, eos)
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
@@ -41,9 +45,9 @@ class Preparer:
         max_tokens = self._fit(len(prompt), request.max_tokens or limits.DEFAULT_MAX_TOKENS)
         emitted = self._emitted(request.resume_tokens, max_tokens)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        text = TextStream(self._detokenizers.make(), stops, self._eos)
+        text = TextStream(self._detokenizers.make(), stops, self._eos, self._split(request_id, request, prompt))
         if request.resume_tokens:
-            text.replay(emitted, request.resume_chars)
+            text.replay(emitted, request.resume_chars, request.resume_reasoning_chars, request.resume_tool_chars)
         row = Row(
             request_id,
             prompt,
@@ -57,6 +61,17 @@ class Preparer:
             constrain=self._constrain(request, prompt),
         )
         return Prepared(row, text)
+
+    def _split(self, request_id: bytes, request: Generate, prompt: list[int]) -> Channels | None:
+        """What splits the answer into channels, if there is anything to split."""
+        if request.messages is None or not request.channels:
+            return None
+        splitter = self._markup.splitter(prompt, tools=bool(request.tools))
+        if splitter is None:
+            return None
+        parser = getattr(self._tokenizer, "tool_parser", None)
+        parse = partial(parse_calls, parser=parser, tools=request.tools or [], prefix=f"call_{request_id.hex()}_")
+        return Channels(splitter, parse)
 
     def _constrain(self, request: Generate, prompt: list[int]) -> Callable[[Sequence[int]], Any] | None:
         """What keeps the answer in its form, if it must have one."""

@@ -1,65 +1,124 @@
-"""The text side of one request: detokenizer and stop scanner joined, and the replay of a resumed row."""
+"""The text side of one request: detokenizer, channels and stop scanner joined, and the replay of a resumed row."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+from ...protocol.values import Channel, ToolCall
+from .channels import Piece, RawCall, Splitter
 from .detokenize import Detokenizer
 from .stops import StopScanner
 
+NONE: Sequence[Piece] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """What splits an answer, and what parses its tool calls."""
+
+    splitter: Splitter
+    parse: Callable[[Sequence[RawCall]], tuple[list[ToolCall], str]]
+
 
 class TextStream:
-    """Implements `base.TextOut`."""
+    """Implements `base.TextOut`. Stop strings are looked for in the content only."""
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str], silent: frozenset[int]) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str],
+        silent: frozenset[int],
+        channels: Channels | None = None,
+    ) -> None:
         self._detokenizer = detokenizer
         self._scanner = StopScanner(stops) if stops else None
         self._silent = silent  # end-of-sequence tokens have no text
-        self._skip = 0
-        self._waiting = ""
+        self._channels = channels
+        self._skip: dict[Channel, int] = {}
+        self._waiting: list[Piece] = []
         self._ended = False
 
-    def replay(self, tokens: Sequence[int], sent_chars: int) -> None:
-        """Take tokens of an earlier incarnation, of whose text the first `sent_chars` were already sent.
+    def replay(self, tokens: Sequence[int], content: int, reasoning: int = 0, tool_calls: int = 0) -> None:
+        """Take tokens of an earlier incarnation, of whose text so many characters a channel were already sent.
 
         The rest, if there is any, leaves with the next token. Sampling may differ from here on, so
         the count goes on into new text if the old tokens do not make up for it.
         """
-        self._skip = sent_chars
-        self._waiting = "".join(self._next(token) for token in tokens)
+        sent: tuple[tuple[Channel, int], ...] = (
+            ("content", content),
+            ("reasoning", reasoning),
+            ("tool_calls", tool_calls),
+        )
+        self._skip = {channel: count for channel, count in sent if count}
+        self._waiting = [piece for token in tokens for piece in self._next(token)]
 
-    def push(self, token: int) -> str:
+    def push(self, token: int) -> Sequence[Piece]:
         if self._ended:
-            return ""
-        text = self._next(token)
+            return NONE
+        pieces = self._next(token)
         if self._waiting:
-            text, self._waiting = self._waiting + text, ""
+            pieces, self._waiting = [*self._waiting, *pieces], []
         self._ended = self.stopped
-        return text
+        return pieces
 
-    def finish(self) -> str:
+    def finish(self) -> Sequence[Piece]:
         if self._ended:
-            return ""
+            return NONE
         self._ended = True
-        text = self._detokenizer.finish()
+        rest = self._detokenizer.finish()
+        pieces: list[Piece] = [("content", rest)] if rest else []
+        if self._channels is not None:
+            pieces = [*self._channels.splitter.feed(rest), *self._channels.splitter.finish()]
         if self._scanner is not None:
-            text = self._scanner.feed(text) + self._scanner.flush()
-        text, self._waiting = self._waiting + self._unsent(text), ""
-        return text
+            pieces = [*self._scan(pieces), *([("content", self._scanner.flush())])]
+        pieces, self._waiting = [*self._waiting, *self._unsent(pieces)], []
+        return [piece for piece in pieces if piece[1]]
+
+    def calls(self) -> tuple[list[ToolCall], str]:
+        """The tool calls so far, and what is wrong with them."""
+        if self._channels is None or not self._channels.splitter.calls:
+            return [], ""
+        return self._channels.parse(self._channels.splitter.calls)
 
     @property
     def stopped(self) -> bool:
         return self._scanner is not None and self._scanner.stopped
 
-    def _next(self, token: int) -> str:
+    def _next(self, token: int) -> Sequence[Piece]:
         if token in self._silent or self.stopped:
-            return ""
+            return NONE
         text = self._detokenizer.push(token)
+        if not text:
+            return NONE
+        pieces: Sequence[Piece]
+        pieces = (("content", text),) if self._channels is None else self._channels.splitter.feed(text)
         if self._scanner is not None:
-            text = self._scanner.feed(text)
-        return self._unsent(text) if self._skip else text
+            pieces = self._scan(pieces)
+        return self._unsent(pieces) if self._skip else pieces
 
-    def _unsent(self, text: str) -> str:
-        skipped = min(self._skip, len(text))
-        self._skip -= skipped
-        return text[skipped:]
+    def _scan(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Pieces up to a stop string."""
+        assert self._scanner is not None  # asked before
+        out: list[Piece] = []
+        for channel, text in pieces:
+            if channel == "content":
+                text = self._scanner.feed(text)
+            elif held := self._scanner.flush():  # the content is interrupted: what it ends with is no stop string
+                out.append(("content", held))
+            if text:
+                out.append((channel, text))
+            if self._scanner.stopped:
+                break
+        return out
+
+    def _unsent(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Without what was sent before. All of it stays in place, so that the channels keep their order."""
+        out: list[Piece] = []
+        for channel, text in pieces:
+            skipped = min(self._skip.get(channel, 0), len(text))
+            if skipped:
+                self._skip[channel] -= skipped
+            if text := text[skipped:]:
+                out.append((channel, text))
+        return out

@@ -1,0 +1,48 @@
+"""Which marks an answer of a model may have, and the splitter for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .channels import HarmonySplitter, Splitter, Tags, TagSplitter
+
+_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|return|>")
+
+
+class Markup:
+    """What is known of a tokenizer's marks; made once for each loaded model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        vocabulary = tokenizer.get_vocab()
+        self._harmony = all(mark in vocabulary for mark in _HARMONY)
+        self._thinks = bool(getattr(tokenizer, "has_thinking", False)) and bool(tokenizer.think_end_tokens)
+        self._calls = bool(getattr(tokenizer, "has_tool_calling", False))
+
+    def splitter(self, prompt: Sequence[int], tools: bool) -> Splitter | None:
+        """For the answer to a rendered chat; None where all of it is content."""
+        if self._harmony:
+            return HarmonySplitter()
+        tokenizer = self._tokenizer
+        tools = tools and self._calls
+        if not (self._thinks or tools):
+            return None
+        return TagSplitter(
+            Tags(
+                tokenizer.think_start if self._thinks else "",
+                tokenizer.think_end if self._thinks else "",
+                tokenizer.tool_call_start if tools else "",
+                (tokenizer.tool_call_end or "") if tools else "",
+                inside=self._thinks and self._is_open(prompt),
+            )
+        )
+
+    def _is_open(self, prompt: Sequence[int]) -> bool:
+        """Whether nothing but blanks follows the last opening mark."""
+        tokenizer, ids = self._tokenizer, list(prompt)
+        opened = tokenizer.rfind_think_start(ids)
+        if opened < 0 or tokenizer.rfind_think_end(ids) > opened:
+            return False
+        rest = ids[opened + len(tokenizer.think_start_tokens) :]
+        return not tokenizer.decode(rest).strip()
