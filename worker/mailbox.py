@@ -131,11 +131,12 @@ class Mailbox:
 class _Entry:
     """One place in the backlog: a message, or several snapshots of one request to be sent as one."""
 
-    __slots__ = ("messages", "request_id")
+    __slots__ = ("channel", "messages", "request_id")
 
     def __init__(self, item: Outgoing) -> None:
         self.request_id = item.request_id
         self.messages = [item.message]
+        self.channel = item.message.channel if isinstance(item.message, Snapshot) else None
 
     def merged(self) -> Outgoing:
         if len(self.messages) > 1:
@@ -144,19 +145,21 @@ class _Entry:
 
 
 def merge(snapshots: list[Snapshot]) -> Snapshot:
-    """Consecutive snapshots of one request as one: the last number, the first offset, all text and tokens."""
+    """Consecutive snapshots of one channel of a request as one: last number, first offset, all text and tokens."""
     return msgspec.structs.replace(
         snapshots[-1],
         offset=snapshots[0].offset,
         text="".join(s.text for s in snapshots),
         tokens=[token for s in snapshots for token in s.tokens],
+        logprobs=[value for s in snapshots for value in s.logprobs],
+        top_logprobs=[top for s in snapshots for top in s.top_logprobs],
     )
 
 
 class Backlog:
     """What the socket would not take yet, in order. Held by the io thread alone.
 
-    Snapshots of a request that follow each other become one, so the bound is the length of the live outputs.
+    Snapshots of a channel that follow each other become one, so the bound is the length of the live outputs.
     """
 
     def __init__(self) -> None:
@@ -167,10 +170,10 @@ class Backlog:
         return len(self._entries)
 
     def push(self, item: Outgoing) -> None:
-        """Append a message, or join it to the last snapshot of its request."""
+        """Append a message, or join it to the last snapshot of its request, if that is of the same channel."""
         if isinstance(item.message, Snapshot):
             entry = self._open.get(item.request_id)
-            if entry is not None:
+            if entry is not None and entry.channel == item.message.channel:
                 entry.messages.append(item.message)
                 return
             self._open[item.request_id] = entry = _Entry(item)

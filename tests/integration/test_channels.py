@@ -66,9 +66,7 @@ def test_stop_strings_are_those_of_the_content(daemon: Daemon) -> None:
 
 
 @pytest.mark.parametrize("channel", ["new_reasoning", "new_text", "new_tool_text"])
-def test_no_character_is_lost_or_doubled_when_the_worker_dies(
-    own_daemon: Daemon, tiny_model: Path, channel: str
-) -> None:
+def test_no_character_is_lost_when_the_worker_dies(own_daemon: Daemon, tiny_model: Path, channel: str) -> None:
     with own_daemon.client() as client:
         client.load("tiny", tiny_model)
         stream = client.generate("tiny", **ASK)

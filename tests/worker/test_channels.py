@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx_bulkhead.worker.text.channels import HarmonySplitter, RawCall, Splitter, Tags, TagSplitter
+from mlx_bulkhead.worker.text.output import Channels, TextStream
 from mlx_bulkhead.worker.text.tools import MAX_CALL_CHARS, MAX_CALLS, parse_calls
 
 QWEN = Tags("<think>", "</think>", "<tool_call>", "</tool_call>")
@@ -144,6 +145,63 @@ def test_no_visible_character_of_tagged_text_is_lost(words: list[str], inside: b
 def test_harmony_of_any_shape_is_read_the_same_in_any_pieces(words: list[str]) -> None:
     text = "".join(words)
     assert split(HarmonySplitter(), list(text)) == split(HarmonySplitter(), [text])
+
+
+class Letters:
+    """A detokenizer: each token is a character."""
+
+    def push(self, token: int) -> str:
+        return chr(token)
+
+    def finish(self) -> str:
+        return ""
+
+
+def stream(stops: list[str] | None = None) -> TextStream:
+    return TextStream(Letters(), stops or [], frozenset(), Channels(TagSplitter(QWEN), lambda raw: ([], "")))
+
+
+WHOLE = "<think>\nhm</think>\n\nLook <tool_call>{1}</tool_call>"
+SPLIT = {"reasoning": "hm", "content": "Look ", "tool_calls": "<tool_call>{1}</tool_call>"}
+
+
+def read(pieces: Iterable[tuple[str, str]], texts: dict[str, str]) -> None:
+    for channel, text in pieces:
+        texts[channel] = texts.get(channel, "") + text
+
+
+@pytest.mark.parametrize("text", ["<think></think>", "<think>\n\n</think>\n", "<think>", "  \n"])
+def test_an_answer_of_marks_alone_is_not_empty(text: str) -> None:
+    answer, texts = stream(), dict[str, str]()
+    for char in text:
+        read(answer.push(ord(char)), texts)
+    read(answer.finish(), texts)
+    assert texts == {"content": text}
+
+
+def test_a_resumed_answer_goes_on_in_each_channel_where_it_was_sent() -> None:
+    for cut in range(len(WHOLE) + 1):
+        before, sent = stream(), dict[str, str]()
+        for char in WHOLE[:cut]:
+            read(before.push(ord(char)), sent)
+        for lost in (0, 1):
+            had = {name: text[: len(text) - lost] for name, text in sent.items()}
+            after = stream()
+            counts = [len(had.get(name, "")) for name in ("content", "reasoning", "tool_calls")]
+            after.replay([ord(char) for char in WHOLE[:cut]], *counts)
+            for char in WHOLE[cut:]:
+                read(after.push(ord(char)), had)
+            read(after.finish(), had)
+            assert had == SPLIT
+
+
+def test_stop_strings_count_in_the_content_only() -> None:
+    answer, texts = stream(["hm", "ok", "{1}"]), dict[str, str]()
+    for char in WHOLE:
+        read(answer.push(ord(char)), texts)
+    assert texts == {"reasoning": "hm", "content": "Lo"}
+    assert answer.stopped
+    assert not answer.finish()
 
 
 TOOLS = [{"type": "function", "function": {"name": "weather"}}]

@@ -244,3 +244,18 @@ def test_a_snapshot_after_a_pop_starts_a_new_entry() -> None:
     backlog.pop()
     backlog.push(Outgoing(b"a" * 16, snapshot(1, 1, "y")))
     assert backlog.head().message == snapshot(1, 1, "y")
+
+
+def test_backlog_keeps_channels_apart_and_log_probabilities_with_their_tokens() -> None:
+    backlog = Backlog()
+    for seq, channel in enumerate(("reasoning", "reasoning", "content", "content")):
+        made = Snapshot(seq, seq % 2, "x", [seq], channel, logprobs=[-float(seq)], top_logprobs=[{seq: -1.0}])
+        backlog.push(Outgoing(b"a" * 16, made))
+    sent = []
+    while backlog:
+        sent.append(backlog.head().message)
+        backlog.pop()
+    assert sent == [
+        Snapshot(1, 0, "xx", [0, 1], "reasoning", logprobs=[0.0, -1.0], top_logprobs=[{0: -1.0}, {1: -1.0}]),
+        Snapshot(3, 0, "xx", [2, 3], "content", logprobs=[-2.0, -3.0], top_logprobs=[{2: -1.0}, {3: -1.0}]),
+    ]

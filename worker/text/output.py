@@ -35,6 +35,7 @@ class TextStream:
         self._scanner = StopScanner(stops) if stops else None
         self._silent = silent  # end-of-sequence tokens have no text
         self._channels = channels
+        self._quiet: str | None = ""  # the text so far, while none of it is in a channel
         self._skip: dict[Channel, int] = {}
         self._waiting: list[Piece] = []
         self._ended = False
@@ -69,7 +70,9 @@ class TextStream:
         rest = self._detokenizer.finish()
         pieces: list[Piece] = [("content", rest)] if rest else []
         if self._channels is not None:
-            pieces = [*self._channels.splitter.feed(rest), *self._channels.splitter.finish()]
+            pieces = [*self._split(self._channels, rest), *self._channels.splitter.finish()]
+            if self._quiet and not pieces:  # nothing but marks: better these than an empty answer
+                pieces = [("content", self._quiet)]
         if self._scanner is not None:
             pieces = [*self._scan(pieces), *([("content", self._scanner.flush())])]
         pieces, self._waiting = [*self._waiting, *self._unsent(pieces)], []
@@ -92,10 +95,16 @@ class TextStream:
         if not text:
             return NONE
         pieces: Sequence[Piece]
-        pieces = (("content", text),) if self._channels is None else self._channels.splitter.feed(text)
+        pieces = (("content", text),) if self._channels is None else self._split(self._channels, text)
         if self._scanner is not None:
             pieces = self._scan(pieces)
         return self._unsent(pieces) if self._skip else pieces
+
+    def _split(self, channels: Channels, text: str) -> Sequence[Piece]:
+        pieces = channels.splitter.feed(text)
+        if self._quiet is not None:
+            self._quiet = None if pieces else self._quiet + text
+        return pieces
 
     def _scan(self, pieces: Sequence[Piece]) -> list[Piece]:
         """Pieces up to a stop string."""
