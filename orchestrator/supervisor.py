@@ -27,7 +27,7 @@ from .dispatch import Dispatcher
 from .log_ring import LogRing
 from .policy import health, lifecycle
 from .policy.lifecycle import Effect, Model, State
-from .policy.restart import is_victim
+from .policy.restart import is_stable, is_victim
 from .requests import LiveRequest
 from .run_dir import log_path
 from .waiters import OnProgress, Waiters
@@ -316,7 +316,7 @@ class Supervisor:
                 self._post(lifecycle.HelloGood() if refusal is None else lifecycle.HelloBad(refusal))
             case (Heartbeat(), _):
                 self._crew.note(message.stats)
-                if not self._model.stable and message.stats.requests_done > 0:
+                if not self._model.stable and is_stable(self._host.restart, message.steps):
                     self._post(lifecycle.Stepped())
             case (LoadProgress(), State.LOADING):
                 self._post(lifecycle.LoadMoved())
