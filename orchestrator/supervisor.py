@@ -75,6 +75,11 @@ class Supervisor:
         going = model.state in (State.STOPPING, State.DRAINING) and model.after == "stopped"
         return going or model.state is State.STOPPED
 
+    @property
+    def loading(self) -> bool:
+        """Whether a worker of the model is being started: in charge, or a successor."""
+        return self.state in (State.SPAWNING, State.HANDSHAKING, State.LOADING) or self._crew.replacing
+
     async def wait_loaded(self, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Ask for the model and wait until it is READY. Raises the typed error of a failed load."""
         return await self._waiters.loaded(self.preload, on_progress)

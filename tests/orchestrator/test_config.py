@@ -28,6 +28,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
         """
         run_dir = "run"
         log_level = "debug"
+        keep_awake = true
         [defaults]
         max_tokens = 100
         temperature = 1
@@ -50,6 +51,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
         """,
     )
     assert config.run_dir == tmp_path / "run"
+    assert config.keep_awake
     assert config.limits.max_clients == 3
     assert config.restart.max_restarts == 0
     assert config.request_defaults() == {"max_tokens": 100, "temperature": 1.0}
