@@ -18,6 +18,7 @@ from ..protocol import checks
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest
 from .options import LOAD_OPTIONS, LoadOptions, closest, local_path, make_load
+from .policy.lifecycle_values import Budgets
 from .policy.restart import RestartPolicy
 
 Seconds = Annotated[float, Meta(ge=0.01, le=86_400)]
@@ -59,6 +60,16 @@ class LimitsConfig(msgspec.Struct, frozen=True):
     shutdown_grace_s: Seconds = 5.0
     """For the whole daemon to end; then workers are killed."""
 
+    def budgets(self) -> Budgets:
+        """What the lifecycle of a worker is told of them."""
+        return Budgets(
+            hello_s=self.hello_s,
+            load_silence_s=self.load_silence_s,
+            polite_s=self.polite_s,
+            term_s=self.term_s,
+            drain_s=self.drain_s,
+        )
+
 
 class ModelConfig(msgspec.Struct, frozen=True):
     """`[models.NAME]`: a model that clients may name. Loaded when first asked for, or at start with `preload`."""
@@ -96,6 +107,8 @@ class Config(msgspec.Struct, frozen=True):
     run_dir: Path | None = None
     """For sockets, logs and notes. None: `$BULKHEAD_RUN_DIR`, else the user's default; embedded, a temporary one."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
+    keep_awake: bool = False
+    """Keep the host from idle sleep while a request is live or a model loads."""
     defaults: DefaultsConfig = DefaultsConfig()
     limits: LimitsConfig = LimitsConfig()
     restart: RestartPolicy = RestartPolicy()
@@ -117,6 +130,7 @@ _RESTART_RANGES: Final = {
     "base_delay_s": (0.0, 86_400),
     "max_delay_s": (0.0, 86_400),
     "jitter": (0.0, 1.0),
+    "stable_steps": (1, 1_000_000_000),
 }
 
 

@@ -109,6 +109,11 @@ class Crew:
         """Times that a successor took over."""
         return self._handover.count
 
+    @property
+    def replacing(self) -> bool:
+        """Whether a successor is being started."""
+        return self._handover.loading
+
     def consider_recycling(self, load: Load, now: float) -> bool:
         """Begin what is due. True: there is no room for two and nothing runs, so restart now."""
         worker = self.worker

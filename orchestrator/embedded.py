@@ -22,6 +22,7 @@ from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest, ErrorCode, ShuttingDown, UnknownModel
 from ..protocol.events import StatsReply
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from .awake import KeepAwake
 from .channel import open_context
 from .client_answers import request_id_bytes
 from .config import Config
@@ -30,7 +31,7 @@ from .frontdoor import FrontDoor
 from .incarnation import Plant
 from .local_stream import LocalStream
 from .options import GenerateOptions, LoadOptions, differing_options, make_generate, make_load
-from .policy.lifecycle import Budgets, State
+from .policy.lifecycle import State
 from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
 from .spares import SparePool
@@ -112,18 +113,13 @@ class Orchestrator:
             plant=plant,
             spares=self._spares,
             table=self._table,
-            budgets=Budgets(
-                hello_s=limits.hello_s,
-                load_silence_s=limits.load_silence_s,
-                polite_s=limits.polite_s,
-                term_s=limits.term_s,
-                drain_s=limits.drain_s,
-            ),
+            budgets=limits.budgets(),
             restart=self.config.restart,
             aborts={},
             free_memory=free_memory,
         )
         self._started_at = time.monotonic()
+        self._awake = KeepAwake(self.config.keep_awake)
         self._tick()
         for name, model in self.config.models.items():
             if model.preload:
@@ -155,6 +151,7 @@ class Orchestrator:
                     worker.kill()
                 await asyncio.wait(late)
         await self._spares.close()
+        await self._awake.close()
         for worker in workers:
             worker.close()
         if self._keep_alive is not None:
@@ -316,6 +313,7 @@ class Orchestrator:
         daemon = process_figures(self._started_at)
         daemon.update(
             spares=float(self._spares.waiting),
+            kept_awake=float(self._awake.state == "held"),
             requests_live=float(len(self._table)),
             requests_total=float(self._table.total),
             requests_resumed=float(self._table.resumed),
@@ -387,6 +385,7 @@ class Orchestrator:
         """The keep-alive clock of all live requests, and the look at the run directory that all hangs on."""
         silence = self.config.limits.keepalive_s
         self._table.keep_alive(silence, self._phase_of)
+        self._awake.note(busy=len(self._table) > 0 or any(s.loading for s in self._supervisors.values()))
         if not self._lost_run_dir and not self._run_dir.path.is_dir():
             self._lost_run_dir = True
             log.error("the run directory %s is gone; nobody can reach this orchestrator any more", self._run_dir.path)

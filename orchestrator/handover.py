@@ -70,6 +70,11 @@ class Handover:
         """Whether one may be started now."""
         return self._successor is None and not self._leaving and time.monotonic() >= self._not_before
 
+    @property
+    def loading(self) -> bool:
+        """Whether a successor is on its way."""
+        return self._successor is not None
+
     def begin(self, load: Load, reason: str) -> None:
         """Start the successor."""
         log.info("%s: recycling: %s", load.name, reason)

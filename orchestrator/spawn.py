@@ -1,4 +1,4 @@
-"""Starts, signals and reaps worker processes. Nothing else in this package does.
+"""Starts, signals and reaps worker processes, and the helper that keeps the host awake. Nothing else here does.
 
 A worker is a fresh interpreter: no fork after imports, no multiprocessing. It holds the read end of a pipe
 whose write end lives here, so that it ends when we do.
@@ -42,7 +42,7 @@ class SpawnSpec:
 
 
 _lifelines: set[int] = set()
-"""Write ends of the pipes of all live workers."""
+"""Write ends of the pipes of all live workers and helpers."""
 
 
 def _close_in_fork() -> None:
@@ -66,7 +66,6 @@ class WorkerProcess:
         self._loop = asyncio.get_running_loop()
         self.log = log
         self._on_exit = on_exit
-        self._pidfd = -1
         self.killed = False
         """We sent SIGKILL, and not the system."""
         lifeline_read, self._lifeline = os.pipe()
@@ -91,7 +90,7 @@ class WorkerProcess:
         self._output = self._popen.stdout.fileno()
         os.set_blocking(self._output, False)
         self._loop.add_reader(self._output, self._read_output)
-        self._watch()
+        _when_gone(self._popen, self._loop, self._reaped)
 
     @property
     def alive(self) -> bool:
@@ -128,29 +127,7 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
-    def _watch(self) -> None:
-        """See the exit as soon as the system knows: a pidfd on Linux, a waiting thread elsewhere."""
-        if sys.platform.startswith("linux"):
-            try:
-                self._pidfd = os.pidfd_open(self.pid)
-            except OSError:  # an old kernel or a sandbox without it
-                self._pidfd = -1
-        if self._pidfd >= 0:
-            self._loop.add_reader(self._pidfd, self._reap)
-        else:
-            threading.Thread(target=self._wait, name=f"reap-{self.pid}", daemon=True).start()
-
-    def _wait(self) -> None:
-        self._popen.wait()
-        with contextlib.suppress(RuntimeError):  # the loop may have ended first
-            self._loop.call_soon_threadsafe(self._reap)
-
-    def _reap(self) -> None:
-        returncode = self._popen.wait()  # returns at once: the process is gone
-        if self._pidfd >= 0:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
-            self._pidfd = -1
+    def _reaped(self, returncode: int) -> None:
         self._read_output()
         self._close_output()
         if self._lifeline >= 0:
@@ -183,6 +160,83 @@ class WorkerProcess:
             self.log.close()
             if self._popen.stdout is not None:
                 self._popen.stdout.close()
+
+
+class HelperProcess:
+    """A small program that holds something of the system for us while it lives, such as a sleep assertion.
+
+    Its stdin is a pipe that says nothing and closes when we end. `on_exit(self)` is called on the loop, once, after
+    it is reaped. Raises `OSError` if it cannot be started.
+    """
+
+    def __init__(self, command: Sequence[str], on_exit: Callable[[HelperProcess], None]) -> None:
+        self._on_exit = on_exit
+        self.last_words = ""
+        """Once it has ended: how, and the last that it said."""
+        stdin, self._lifeline = os.pipe()
+        try:
+            self._popen = subprocess.Popen(
+                command,
+                stdin=stdin,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # a Ctrl-C is for us
+            )
+        except BaseException:
+            os.close(self._lifeline)
+            raise
+        finally:
+            os.close(stdin)
+        _lifelines.add(self._lifeline)
+        _when_gone(self._popen, asyncio.get_running_loop(), self._reaped)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def end(self) -> None:
+        """SIGKILL to the whole group: it has nothing to lose, and the system drops what it held."""
+        if self._popen.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _reaped(self, returncode: int) -> None:
+        _lifelines.discard(self._lifeline)
+        os.close(self._lifeline)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)  # a child of its own
+        said = ""
+        if self._popen.stderr is not None:
+            os.set_blocking(self._popen.stderr.fileno(), False)
+            with contextlib.suppress(BlockingIOError):
+                said = os.read(self._popen.stderr.fileno(), 400).decode(errors="replace").strip()
+            self._popen.stderr.close()
+        self.last_words = f"exit code {returncode}" + (f"; it said: {said}" if said else "")
+        self._on_exit(self)
+
+
+def _when_gone(popen: subprocess.Popen[bytes], loop: asyncio.AbstractEventLoop, tell: Callable[[int], None]) -> None:
+    """Reap a process and call `tell(returncode)` on the loop as soon as the system knows that it is gone: by a pidfd
+    on Linux, a waiting thread elsewhere."""
+    pidfd = -1
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError):  # an old kernel or a sandbox without it
+            pidfd = os.pidfd_open(popen.pid)
+
+    def gone() -> None:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+        tell(popen.wait())  # returns at once
+
+    def wait() -> None:
+        returncode = popen.wait()
+        with contextlib.suppress(RuntimeError):  # the loop may have ended first
+            loop.call_soon_threadsafe(tell, returncode)
+
+    if pidfd >= 0:
+        loop.add_reader(pidfd, gone)
+    else:
+        threading.Thread(target=wait, name=f"reap-{popen.pid}", daemon=True).start()
 
 
 def _arguments(spec: SpawnSpec, lifeline_fd: int) -> list[str]:

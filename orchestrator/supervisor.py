@@ -27,7 +27,7 @@ from .dispatch import Dispatcher
 from .log_ring import LogRing
 from .policy import health, lifecycle
 from .policy.lifecycle import Effect, Model, State
-from .policy.restart import is_victim
+from .policy.restart import is_stable, is_victim
 from .requests import LiveRequest
 from .run_dir import log_path
 from .waiters import OnProgress, Waiters
@@ -74,6 +74,11 @@ class Supervisor:
         model = self._model
         going = model.state in (State.STOPPING, State.DRAINING) and model.after == "stopped"
         return going or model.state is State.STOPPED
+
+    @property
+    def loading(self) -> bool:
+        """Whether a worker of the model is being started: in charge, or a successor."""
+        return self.state in (State.SPAWNING, State.HANDSHAKING, State.LOADING) or self._crew.replacing
 
     async def wait_loaded(self, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Ask for the model and wait until it is READY. Raises the typed error of a failed load."""
@@ -316,7 +321,7 @@ class Supervisor:
                 self._post(lifecycle.HelloGood() if refusal is None else lifecycle.HelloBad(refusal))
             case (Heartbeat(), _):
                 self._crew.note(message.stats)
-                if not self._model.stable and message.stats.requests_done > 0:
+                if not self._model.stable and is_stable(self._host.restart, message.steps):
                     self._post(lifecycle.Stepped())
             case (LoadProgress(), State.LOADING):
                 self._post(lifecycle.LoadMoved())

@@ -66,7 +66,7 @@ class Model(msgspec.Struct, frozen=True):
     problem: Problem | None = None
     """The cause of FAILED, BACKOFF or of a STOPPING that ends there."""
     stable: bool = False
-    """This incarnation has completed real steps."""
+    """This incarnation has completed as many steps as the restart policy asks for."""
     room_until: float | None = None
     """While there is no room for a restart: when to give up waiting for it."""
     last_exit: str = ""
@@ -135,7 +135,7 @@ class LoadRefused(Event, frozen=True):
 
 
 class Stepped(Event, frozen=True):
-    """The worker completed real steps since its start."""
+    """The worker has completed enough steps to be stable (`restart.is_stable`)."""
 
 
 class Replaced(Event, frozen=True):

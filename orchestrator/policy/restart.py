@@ -17,6 +17,9 @@ class RestartPolicy(msgspec.Struct, frozen=True):
     base_delay_s: float = 0.5
     max_delay_s: float = 30.0
     jitter: float = 0.2
+    stable_steps: int = 512
+    """Executor steps after which a worker is stable. Prefill chunks are steps too, and a prompt that always crashes
+    its worker late in its prefill must not look stable: a prompt of 262,144 tokens takes 512 chunks of 512."""
 
 
 class RestartHistory(msgspec.Struct, frozen=True):
@@ -62,6 +65,11 @@ def delay_for(policy: RestartPolicy, unstable: int, dice: float) -> float:
     return plain * (1.0 + policy.jitter * (2.0 * dice - 1.0))
 
 
+def is_stable(policy: RestartPolicy, steps: int) -> bool:
+    """Whether a worker with so many completed executor steps has proven itself, whether or not a request ended."""
+    return steps >= policy.stable_steps
+
+
 def decide(
     policy: RestartPolicy,
     history: RestartHistory,
@@ -76,7 +84,7 @@ def decide(
 
     Args:
         returncode: as `subprocess` gives it; None when the process could not even be started.
-        was_stable: it had completed real steps, so that trouble starts to be counted anew for the delay.
+        was_stable: by `is_stable`; trouble starts to be counted anew for the delay, and goes on for the limit.
         victim: another worker's fault took this one along (`is_victim`); it is not counted against it.
         now, dice: the clock (monotonic seconds) and a random number in [0, 1), passed in.
     """

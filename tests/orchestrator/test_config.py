@@ -28,6 +28,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
         """
         run_dir = "run"
         log_level = "debug"
+        keep_awake = true
         [defaults]
         max_tokens = 100
         temperature = 1
@@ -50,6 +51,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
         """,
     )
     assert config.run_dir == tmp_path / "run"
+    assert config.keep_awake
     assert config.limits.max_clients == 3
     assert config.restart.max_restarts == 0
     assert config.request_defaults() == {"max_tokens": 100, "temperature": 1.0}
@@ -81,6 +83,7 @@ def test_a_model_has_all_options_of_a_load_with_the_same_defaults() -> None:
         ("[limits]\nmax_clients = true", ["limits.max_clients is True", "int"]),
         ("[limits]\nkeepalive_s = nan", ["limits.keepalive_s is nan"]),
         ("[restart]\njitter = 2", ["restart.jitter is 2.0", "0 to 1"]),
+        ("[restart]\nstable_steps = 0", ["restart.stable_steps is 0", "1 to 1e+09"]),
         ("[restart]\nmax_delay_s = nan", ["restart.max_delay_s is nan"]),
         ("[defaults]\ntemperature = -1", ["defaults.temperature", "-1", "0 to 100"]),
         ("[defaults]\nmax_tokens = 0", ["defaults.max_tokens", "got 0"]),

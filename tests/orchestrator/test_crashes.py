@@ -107,6 +107,23 @@ async def test_backoff_is_visible_and_requests_wait_through_it(short_tmp: Path) 
         assert (await host.complete("m", prompt="two", max_tokens=5)).text == expected_text("two", 5)
 
 
+@pytest.mark.parametrize(("needed", "state"), [(20, "READY"), (1_000_000, "BACKOFF")])
+async def test_steps_of_an_unfinished_request_make_a_worker_stable(short_tmp: Path, needed: int, state: str) -> None:
+    """Two deaths in the midst of one long answer: the second restart is immediate if enough steps came before."""
+    policy = RestartPolicy(base_delay_s=3600.0, max_delay_s=3600.0, jitter=0.0, stable_steps=needed)
+    async with fake_host(short_tmp / "r", restart=policy) as host:
+        await host.load("m", "fake")
+        async with host.generate("m", prompt="long", max_tokens=100_000):  # without a reader it goes on
+            pids: set[int | None] = set()
+            for _ in range(2):
+                await until(lambda: (stats := status(host, "m").stats) is not None and stats.steps >= 20)
+                pids.add(pid := status(host, "m").pid)
+                os.kill(pid or 0, signal.SIGKILL)
+                await until(lambda: status(host, "m").pid not in pids)
+            await until(lambda: status(host, "m").state == state)
+            assert status(host, "m").crashes == 2
+
+
 async def test_a_stalled_worker_is_replaced_and_a_busy_one_is_not(short_tmp: Path) -> None:
     async with fake_host(short_tmp / "r") as host:
         env = misbehave("hang:5", once=short_tmp / "once")

@@ -12,6 +12,7 @@ from mlx_bulkhead.orchestrator.policy.restart import (
     Retry,
     decide,
     delay_for,
+    is_stable,
     is_victim,
 )
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
@@ -63,6 +64,27 @@ def test_only_real_steps_reset_the_delay() -> None:
     assert isinstance(stable, Retry)
     assert shaky.at == pytest.approx(102.0)
     assert stable.at == 100.0
+
+
+@pytest.mark.parametrize(
+    ("steps", "needed", "stable"),
+    [
+        (0, 512, False),
+        (3, 512, False),  # a poison prompt, after its first prefill chunks
+        (256, 512, False),  # the same in the prefill of 131,072 tokens
+        (511, 512, False),
+        (512, 512, True),
+        (100_000, 512, True),  # an hour of decoding, no request has ended
+        (1, 1, True),
+    ],
+)
+def test_enough_steps_make_a_worker_stable(steps: int, needed: int, stable: bool) -> None:
+    assert is_stable(RestartPolicy(stable_steps=needed), steps) is stable
+
+
+def test_the_limit_holds_for_stable_workers_too() -> None:
+    history = RestartHistory(times=(0.0, 10.0, 20.0), unstable=1)
+    assert isinstance(crash(history, 30.0, stable=True), GiveUp)
 
 
 def test_a_victim_of_another_workers_gpu_reset_is_not_charged() -> None:
