@@ -104,6 +104,8 @@ class Failed(Event, tag=0x49, frozen=True):
     message: str
     retryable: bool = False
     usage: Usage = Usage()
+    timings: Timings = Timings()
+    """Of the worker that failed it. All defaults after a crash, or a refusal before it began."""
 
 
 class StatsReply(Event, tag=0x4A, frozen=True):

@@ -10,7 +10,7 @@ from typing import Final
 
 from ..protocol.errors import RETRYABLE, ErrorCode
 from ..protocol.events import Done, Failed, Progress
-from ..protocol.values import FinishReason, Usage
+from ..protocol.values import FinishReason, Timings, Usage
 from .engines.base import PrefillOut
 from .mailbox import Mailbox
 from .progress import WorkerProgress
@@ -83,8 +83,15 @@ class Emitter:
             timings.predicted_ms,
         )
 
-    def failed(self, request_id: bytes, code: ErrorCode, message: str, usage: Usage | None = None) -> None:
+    def failed(
+        self,
+        request_id: bytes,
+        code: ErrorCode,
+        message: str,
+        usage: Usage | None = None,
+        timings: Timings | None = None,
+    ) -> None:
         """Send the bad end."""
         self._progress.requests_failed += 1
-        self._post(request_id, Failed(code, message, code in RETRYABLE, usage or Usage()))
+        self._post(request_id, Failed(code, message, code in RETRYABLE, usage or Usage(), timings or Timings()))
         log.info("request %s failed: %s", request_id.hex()[:8], code.value)

@@ -261,9 +261,8 @@ class Service:
         name = self._engine_name(request)
         self._drop(request)
         if request.completion_tokens == 0:
-            self._emitter.failed(
-                request.request_id, ErrorCode.INTERNAL, "the engine ended without generating", request.usage()
-            )
+            text, timings = "the engine ended without generating", request.timings(now)
+            self._emitter.failed(request.request_id, ErrorCode.INTERNAL, text, request.usage(), timings)
             return
         self._emitter.done(request, cast(FinishReason, finish), name, now)
 
@@ -286,8 +285,9 @@ class Service:
 
     def _fail(self, request: Request, code: ErrorCode, message: str) -> None:
         self._drop(request)
-        self._emitter.flush(request, time.monotonic())
-        self._emitter.failed(request.request_id, code, message, request.usage())
+        now = time.monotonic()
+        self._emitter.flush(request, now)
+        self._emitter.failed(request.request_id, code, message, request.usage(), request.timings(now))
 
     def _drop(self, request: Request) -> None:
         self._table.drop(request.request_id)

@@ -228,7 +228,7 @@ FULL: tuple[Message, ...] = (
         tool_calls=[v.ToolCall(id="call_0", name="get_weather", arguments='{"city": "Brno"}')],
         tool_error="call 2 could not be parsed",
     ),
-    e.Failed(code="worker_crashed", message="SIGABRT", retryable=True, usage=_USAGE),
+    e.Failed(code="worker_crashed", message="SIGABRT", retryable=True, usage=_USAGE, timings=_TIMINGS),
     e.StatsReply(models=[_STATUS], worker=_STATS, daemon={"uptime_s": 3.5}),
     e.Heartbeat(steps=300, stats=_STATS, busy_since_s=0.5),
     e.Exiting(reason="asked to", exit_code=47),

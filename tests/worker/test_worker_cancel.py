@@ -6,6 +6,7 @@ import random
 import time
 from pathlib import Path
 
+import pytest
 from mlx_bulkhead.protocol.codec import new_request_id
 
 from tests.support.worker_harness import Outcome, WorkerHarness, loaded_worker
@@ -93,3 +94,20 @@ def check_it_still_serves(worker: WorkerHarness) -> None:
         done = worker.result(request_id).done
         assert done is not None
         assert done.finish_reason == "length"
+
+
+@pytest.mark.parametrize("end", ["length", "cancelled", "deadline"])
+def test_every_end_has_its_figures(short_tmp: Path, tiny_model: Path, end: str) -> None:
+    with loaded_worker(short_tmp, tiny_model) as worker:
+        request_id = worker.generate(prompt="counts", max_tokens=8 if end == "length" else 8000)
+        worker.first_tokens(request_id)
+        if end != "length":
+            worker.cancel(request_id, end)
+        done = worker.result(request_id).done
+        assert done is not None
+        assert done.finish_reason == end
+        usage, timings = done.usage, done.timings
+        assert timings.prompt_n + timings.cache_n == usage.prompt_tokens > 0
+        assert timings.predicted_n == usage.completion_tokens > 0
+        assert timings.prompt_per_token_ms == pytest.approx(timings.prompt_ms / timings.prompt_n)
+        assert timings.predicted_per_token_ms == pytest.approx(timings.predicted_ms / timings.predicted_n)

@@ -274,6 +274,8 @@ loader.open_engine = planted
             assert isinstance(failed, Failed)
             assert failed.code == "internal"
             assert "planted" in failed.message
+            assert failed.timings.queued_ms > 0
+            assert failed.usage.completion_tokens == failed.timings.predicted_n
         ended(worker.result(other), "length")
         stats = worker.until_stats(lambda stats: stats.phase == "idle")
         assert (stats.requests_failed, stats.running) == (3, 0)
