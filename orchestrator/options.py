@@ -50,6 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     detached: bool
     tenant: str
     cache: bool
+    continue_final: bool
 
 
 class LoadOptions(TypedDict, total=False):

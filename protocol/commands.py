@@ -117,6 +117,8 @@ class Generate(Command, tag=0x02, frozen=True):
     """Kept prefixes are shared within a tenant only."""
     cache: bool = True
     """Use kept prefixes, and leave this prompt for later ones."""
+    continue_final: bool = False
+    """Go on with the last message, which is the assistant's, instead of answering it. The answer is what is new."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):

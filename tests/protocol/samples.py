@@ -29,7 +29,9 @@ _INFO = v.WorkerInfo(
     memory_before=v.Memory(footprint=2**27),
     memory_after=_MEMORY,
     limits=_LIMITS,
-    template=v.TemplateInfo(has_template=True, format="chatml", overridden=True, thinking=True, tools=True),
+    template=v.TemplateInfo(
+        has_template=True, format="chatml", overridden=True, thinking=True, tools=True, bos=True, eos=True, pad=True
+    ),
     versions={"mlx": "0.32.4"},
 )
 _STATS = v.WorkerStats(
@@ -199,6 +201,7 @@ FULL: tuple[Message, ...] = (
         resume_seq=8,
         tenant="alice",
         cache=False,
+        continue_final=True,
     ),
     c.Cancel(reason="deadline"),
     c.Stats(model="tiny"),

@@ -72,7 +72,12 @@ class Preparer:
         if request.messages is not None:
             self._bound.check_messages(request.messages, request.tools, request.template_args)
             prompt = encode_messages(
-                self._tokenizer, request.messages, request.tools, request.template_args, self._bound.check
+                self._tokenizer,
+                request.messages,
+                request.tools,
+                request.template_args,
+                self._bound.check,
+                continue_final=request.continue_final,
             )
         elif request.tokens is not None:
             prompt = list(request.tokens)
