@@ -15,8 +15,7 @@ from mlx_bulkhead.worker.engines.base import LoadProblem, Refused
 from mlx_bulkhead.worker.engines.template_files import own_template
 from mlx_bulkhead.worker.text import templates
 
-from ..support.tiny_models import model_directory
-from .test_engine import library, open_tiny
+from .test_engine import library, model_directory, open_tiny
 
 TOOL = {"type": "function", "function": {"name": "now"}}
 CHAT = [ChatMessage(role="user", content="Tell me"), ChatMessage(role="assistant", content="Once upon")]
