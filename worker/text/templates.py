@@ -45,7 +45,7 @@ def describe(tokenizer: Any, overridden: bool) -> TemplateInfo:
     )
 
 
-def _specials(tokenizer: Any) -> dict[str, bool]:
+def _specials(tokenizer: Any) -> dict[str, Any]:
     """Which of the special tokens the tokenizer has."""
     return {name: getattr(tokenizer, f"{name}_token", None) is not None for name in ("bos", "eos", "pad")}
 
@@ -151,7 +151,7 @@ def _own_templates(tokenizer: Any) -> list[str]:
     if callable(getattr(tokenizer, "_chat_template", None)):
         return []  # a renderer in Python goes before them
     own = getattr(tokenizer, OWN_TEMPLATE, None)
-    named = own if isinstance(own, dict) else {"default": own}
+    named: dict[str, Any] = own if isinstance(own, dict) else {"default": own}
     if isinstance(tokenizer.chat_template, dict):
         named = {**named, **tokenizer.chat_template}
     order = sorted(named, key=lambda name: (name != "tool_use", name != "default"))
