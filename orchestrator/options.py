@@ -51,6 +51,7 @@ class GenerateOptions(TypedDict, total=False):
     tenant: str
     cache: bool
     channels: bool
+    continue_final: bool
 
 
 class LoadOptions(TypedDict, total=False):

@@ -147,6 +147,7 @@ def check_generate(request: Generate, *, resumed: bool = False) -> Problem | Non
     return (
         check_name(request.model)
         or _check_input(request)
+        or _check_continued(request)
         or _check_numbers(request)
         or _check_stop(request)
         or _check_bias(request)
@@ -171,6 +172,23 @@ def _check_input(request: Generate) -> Problem | None:
         return _bad("tools need messages, not prompt or tokens")
     if request.template_args:
         return _bad("template_args need messages, not prompt or tokens")
+    return None
+
+
+def _check_continued(request: Generate) -> Problem | None:
+    if not request.continue_final:
+        return None
+    if not request.messages:
+        return _bad("continue_final needs messages, not prompt or tokens")
+    if request.response_format is not None:
+        return _bad("continue_final cannot be had with response_format: the form is that of a whole answer")
+    where, last = f"messages[{len(request.messages) - 1}]", request.messages[-1]
+    if last.role != "assistant":
+        return _bad(f"continue_final goes on with the assistant's words, but {where}.role is {last.role}")
+    if last.tool_calls:
+        return _bad(f"continue_final goes on with text, but {where} has tool_calls")
+    if not _has_content(last):
+        return _bad(f"continue_final goes on with text, but {where} has none")
     return None
 
 

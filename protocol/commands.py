@@ -123,6 +123,8 @@ class Generate(Command, tag=0x02, frozen=True):
     """Set by the orchestrator only: characters of the reasoning channel already sent."""
     resume_tool_chars: int = 0
     """Set by the orchestrator only: characters of the tool_calls channel already sent."""
+    continue_final: bool = False
+    """Go on with the last message, which is the assistant's, instead of answering it. The answer is what is new."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):

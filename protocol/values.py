@@ -130,6 +130,10 @@ class TemplateInfo(Value, frozen=True):
     overridden: bool = False
     thinking: bool = False
     tools: bool = False
+    bos: bool = False
+    """The tokenizer has a token for the beginning of a text; `eos` and `pad` alike."""
+    eos: bool = False
+    pad: bool = False
 
 
 class WorkerInfo(Value, frozen=True):

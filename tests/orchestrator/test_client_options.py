@@ -93,6 +93,7 @@ def test_messages_may_be_structs_tuples_and_generators() -> None:
         ({"response_format": {"type": "xml"}}, ["response_format.type", "'xml'"]),
         ({"response_format": {"type": "choice", "choices": "yes"}}, ["$.response_format.choices"]),
         ({"top_logprobs": 2}, ["top_logprobs", "logprobs"]),
+        ({"continue_final": True}, ["continue_final", "messages"]),
         ({"xtc_threshold": 0.6}, ["xtc_threshold", "0.5", "0.6"]),
     ],
 )

@@ -29,7 +29,9 @@ _INFO = v.WorkerInfo(
     memory_before=v.Memory(footprint=2**27),
     memory_after=_MEMORY,
     limits=_LIMITS,
-    template=v.TemplateInfo(has_template=True, format="chatml", overridden=True, thinking=True, tools=True),
+    template=v.TemplateInfo(
+        has_template=True, format="chatml", overridden=True, thinking=True, tools=True, bos=True, eos=True, pad=True
+    ),
     versions={"mlx": "0.32.4"},
 )
 _STATS = v.WorkerStats(
@@ -202,6 +204,7 @@ FULL: tuple[Message, ...] = (
         channels=False,
         resume_reasoning_chars=9,
         resume_tool_chars=10,
+        continue_final=True,
     ),
     c.Cancel(reason="deadline"),
     c.Stats(model="tiny"),

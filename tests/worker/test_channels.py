@@ -16,6 +16,7 @@ from mlx_bulkhead.worker.text.tools import MAX_CALL_CHARS, MAX_CALLS, parse_call
 
 QWEN = Tags("<think>", "</think>", "<tool_call>", "</tool_call>")
 OPEN = Tags("<think>", "</think>", "<tool_call>", "</tool_call>", inside=True)
+BEGUN = Tags("<think>", "</think>", begun=True)
 GEMMA = Tags("<|channel>thought", "<channel|>", "<|tool_call>", "<tool_call|>")
 MISTRAL = Tags(tool_start="[TOOL_CALLS]")
 HARMONY_CALL = '<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{"a": 1}'
@@ -50,6 +51,7 @@ CASES: list[tuple[Callable[[], Splitter], str, dict[str, str], list[str]]] = [
     (lambda: TagSplitter(QWEN), "<think>hm</thin", {"reasoning": "hm</thin"}, []),
     (lambda: TagSplitter(QWEN), "<think>hm</think>\n", {"reasoning": "hm"}, []),
     (lambda: TagSplitter(PLAIN_THINKER), "a<tool_call>{}</tool_call>", {"content": "a<tool_call>{}</tool_call>"}, []),
+    (lambda: TagSplitter(BEGUN), "<think>a</think>b", {"content": "<think>a</think>b"}, []),
     (lambda: TagSplitter(GEMMA), "<|channel>thought\nhm<channel|>yes", {"reasoning": "hm", "content": "yes"}, []),
     (
         lambda: TagSplitter(QWEN),

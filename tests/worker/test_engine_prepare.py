@@ -191,7 +191,7 @@ def test_a_template_that_makes_much_of_little_is_refused_before_it_is_tokenised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made = preparer(100)
-    monkeypatch.setattr("mlx_bulkhead.worker.text.templates.render", lambda *_: "x" * 100_000)
+    monkeypatch.setattr("mlx_bulkhead.worker.text.templates.render", lambda *_, **__: "x" * 100_000)
     with pytest.raises(Refused, match="100000 characters"):
         made.prepare(b"1", chat(say("user", "x")))
 

@@ -236,8 +236,10 @@ def test_tool_arguments_become_objects_and_parallel_calls_single_ones_only_if_th
 def test_a_template_cannot_change_the_caller_s_messages() -> None:
     def change(turns: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
         turns[1]["tool_calls"].clear()
-        arguments["tools"].clear()
-        return "text"
+        tools = arguments.get("tools", [])
+        text = f"{len(tools)} tools"
+        tools.clear()
+        return text
 
     before, tools = copy.deepcopy(TOOL_CHAT), [{"name": "t"}]
     templates.render(Fake(change), TOOL_CHAT, tools)

@@ -166,6 +166,9 @@ def _load_weights(path: Path, trust_remote_code: bool, report: Report) -> Any:
 def _load_tokenizer(path: Path, load: Load) -> Any:
     from mlx_lm.utils import load_config, load_tokenizer
 
+    from ..text.templates import OWN_TEMPLATE
+    from .template_files import own_template, probe_template
+
     extra: dict[str, Any] = {"trust_remote_code": load.trust_remote_code}
     if load.chat_template is not None:
         # The second key, if a checkpoint has it, names a renderer that would go before any template.
@@ -175,21 +178,9 @@ def _load_tokenizer(path: Path, load: Load) -> Any:
     except Exception as error:
         raise LoadProblem(f"cannot load the tokenizer in {path}: {short(error)}") from error
     if load.chat_template is not None:
-        _probe_template(tokenizer)
+        probe_template(tokenizer)
+        setattr(tokenizer, OWN_TEMPLATE, own_template(path))
     return tokenizer
-
-
-def _probe_template(tokenizer: Any) -> None:
-    """Refuse a template of the load that cannot be read. What it makes of messages is seen with each request."""
-    import jinja2
-
-    try:
-        turns = [{"role": "user", "content": "Hello"}]
-        tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
-    except jinja2.TemplateSyntaxError as error:
-        raise LoadProblem(f"chat_template, line {error.lineno}: {error.message}") from error
-    except Exception as error:
-        _log.warning("chat_template fails on a single user message: %s", error)
 
 
 def _warm_up(path: Path, model: Any) -> tuple[int, list[Any]]:

@@ -66,7 +66,7 @@ class Preparer:
         """What splits the answer into channels, if there is anything to split."""
         if request.messages is None or not request.channels:
             return None
-        splitter = self._markup.splitter(prompt, tools=bool(request.tools))
+        splitter = self._markup.splitter(prompt, bool(request.tools), continued=request.continue_final)
         if splitter is None:
             return None
         parser = getattr(self._tokenizer, "tool_parser", None)
@@ -87,7 +87,12 @@ class Preparer:
         if request.messages is not None:
             self._bound.check_messages(request.messages, request.tools, request.template_args)
             prompt = encode_messages(
-                self._tokenizer, request.messages, request.tools, request.template_args, self._bound.check
+                self._tokenizer,
+                request.messages,
+                request.tools,
+                request.template_args,
+                self._bound.check,
+                continue_final=request.continue_final,
             )
         elif request.tokens is not None:
             prompt = list(request.tokens)

@@ -48,6 +48,8 @@ class Tags:
     tool_end: str = ""
     inside: bool = False
     """Whether the prompt ends within an open block of reasoning."""
+    begun: bool = False
+    """Whether the prompt has the beginning of the content: no reasoning can come any more."""
 
 
 class TagSplitter:
@@ -59,7 +61,7 @@ class TagSplitter:
 
     def __init__(self, tags: Tags) -> None:
         self._tags = tags
-        self._state = "reasoning" if tags.inside else "start"
+        self._state = "reasoning" if tags.inside else "content" if tags.begun else "start"
         self._fresh = tags.inside  # right after an opening tag, where blanks are left out
         self._held = ""
         self._body = ""

@@ -20,10 +20,13 @@ class Markup:
         self._thinks = bool(getattr(tokenizer, "has_thinking", False)) and bool(tokenizer.think_end_tokens)
         self._calls = bool(getattr(tokenizer, "has_tool_calling", False))
 
-    def splitter(self, prompt: Sequence[int], tools: bool) -> Splitter | None:
-        """For the answer to a rendered chat; None where all of it is content."""
+    def splitter(self, prompt: Sequence[int], tools: bool, *, continued: bool = False) -> Splitter | None:
+        """For the answer to a rendered chat; None where all of it is content.
+
+        `continued`: the prompt ends with the beginning of the answer.
+        """
         if self._harmony:
-            return HarmonySplitter()
+            return None if continued else HarmonySplitter()
         tokenizer = self._tokenizer
         tools = tools and self._calls
         if not (self._thinks or tools):
@@ -34,15 +37,18 @@ class Markup:
                 tokenizer.think_end if self._thinks else "",
                 tokenizer.tool_call_start if tools else "",
                 (tokenizer.tool_call_end or "") if tools else "",
-                inside=self._thinks and self._is_open(prompt),
+                inside=(inside := self._thinks and self._is_open(prompt, continued)),
+                begun=continued and not inside,
             )
         )
 
-    def _is_open(self, prompt: Sequence[int]) -> bool:
-        """Whether nothing but blanks follows the last opening mark."""
+    def _is_open(self, prompt: Sequence[int], continued: bool) -> bool:
+        """Whether a block is open at the end: nothing but blanks, or what is to be continued, follows its mark."""
         tokenizer, ids = self._tokenizer, list(prompt)
         opened = tokenizer.rfind_think_start(ids)
         if opened < 0 or tokenizer.rfind_think_end(ids) > opened:
             return False
+        if continued:
+            return True
         rest = ids[opened + len(tokenizer.think_start_tokens) :]
         return not tokenizer.decode(rest).strip()

@@ -7,16 +7,20 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable
 from typing import Any
 
 from ...protocol.errors import ErrorCode
 from ...protocol.values import ChatMessage, TemplateInfo
 from ..engines.base import Refused
+from .turns import as_dict, variants
 
 _HINTS = frozenset(("enable_thinking", "reasoning_effort", "preserve_thinking"))
 """Arguments that a renderer may do without, as a Jinja template does with a variable that it does not know."""
+
+OWN_TEMPLATE = "own_chat_template"
+"""Attribute of a tokenizer that holds the checkpoint's template when the load replaced it."""
 
 _FORMATS = (
     ("chatml", ("<|im_start|>",)),
@@ -28,7 +32,7 @@ _FORMATS = (
 def describe(tokenizer: Any, overridden: bool) -> TemplateInfo:
     """What is known of a tokenizer's chat template."""
     if not tokenizer.has_chat_template:
-        return TemplateInfo(overridden=overridden)
+        return TemplateInfo(overridden=overridden, **_specials(tokenizer))
     source = _source(tokenizer)
     style = next((name for name, marks in _FORMATS if all(mark in source for mark in marks)), "custom")
     return TemplateInfo(
@@ -37,7 +41,13 @@ def describe(tokenizer: Any, overridden: bool) -> TemplateInfo:
         overridden=overridden,
         thinking=bool(tokenizer.has_thinking),
         tools=bool(tokenizer.has_tool_calling) or "tools" in source,
+        **_specials(tokenizer),
     )
+
+
+def _specials(tokenizer: Any) -> dict[str, Any]:
+    """Which of the special tokens the tokenizer has."""
+    return {name: getattr(tokenizer, f"{name}_token", None) is not None for name in ("bos", "eos", "pad")}
 
 
 def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
@@ -52,12 +62,14 @@ def encode_messages(
     tools: list[dict[str, Any]] | None,
     template_args: dict[str, Any] | None,
     check: Callable[[str], None] = lambda text: None,
+    *,
+    continue_final: bool = False,
 ) -> list[int]:
     """Ids of a chat, ready for the assistant's answer. Raises `Refused`.
 
     `check` sees the text before it is encoded, and may raise.
     """
-    text = render(tokenizer, messages, tools, template_args)
+    text = render(tokenizer, messages, tools, template_args, continue_final=continue_final)
     check(text)
     return list(tokenizer.encode(text, add_special_tokens=False))
 
@@ -67,13 +79,19 @@ def render(
     messages: list[ChatMessage],
     tools: list[dict[str, Any]] | None = None,
     template_args: dict[str, Any] | None = None,
+    *,
+    continue_final: bool = False,
 ) -> str:
-    """Text of a chat, ready for the assistant's answer. Raises `Refused`."""
-    turns = [_as_dict(message, index) for index, message in enumerate(messages)]
+    """Text of a chat, ready for the assistant's answer. Raises `Refused`.
+
+    With `continue_final` the text ends where the last message does, so that the answer goes on with it.
+    """
+    turns = [as_dict(message, index) for index, message in enumerate(messages)]
     if not tokenizer.has_chat_template:
         if tools:
             raise Refused(ErrorCode.UNSUPPORTED, "this model has no chat template, so it cannot use tools")
-        return "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in turns) + "\nassistant:"
+        text = "\n".join(f"{turn['role']}: {turn.get('content') or ''}" for turn in turns)
+        return text if continue_final else text + "\nassistant:"
     if "developer" not in _source(tokenizer):
         # Templates drop roles that they do not know; a developer's message is a system message to them.
         for turn in turns:
@@ -81,21 +99,90 @@ def render(
                 turn["role"] = "system"
     arguments = _arguments(tokenizer, tools, template_args)
     first: Exception | None = None
-    for variant in _variants(turns):
+    for variant in variants(turns):
         try:
-            return _apply(tokenizer, variant, arguments)
+            text = _apply(tokenizer, variant, arguments, continue_final)
+        except Refused:
+            raise
         except Exception as error:  # templates raise whatever they like
             first = first or error
+            continue
+        return _with_tools(tokenizer, variant, arguments, continue_final, text) if tools else text
     raise Refused(ErrorCode.BAD_REQUEST, f"the chat template refuses these messages: {first}") from first
 
 
-def _apply(tokenizer: Any, turns: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+def _with_tools(
+    tokenizer: Any, turns: list[dict[str, Any]], arguments: dict[str, Any], continue_final: bool, text: str
+) -> str:
+    """`text`, or what the checkpoint's own template makes if the one in use drops the tools. Raises `Refused`."""
+    if not _drops_tools(tokenizer, turns, arguments, continue_final, text):
+        return text
+    for template in _own_templates(tokenizer):
+        own = {**arguments, "chat_template": template}
+        try:
+            other = _apply(tokenizer, turns, own, continue_final)
+        except Exception:  # it is only a fallback; the refusal below names what the user can change
+            continue
+        if not _drops_tools(tokenizer, turns, own, continue_final, other):
+            return other
+    raise Refused(
+        ErrorCode.UNSUPPORTED,
+        f"the chat template drops the {len(arguments['tools'])} tools: its text is the same without them; "
+        "leave tools out, or load the model with a chat_template that shows them",
+    )
+
+
+def _drops_tools(
+    tokenizer: Any, turns: list[dict[str, Any]], arguments: dict[str, Any], continue_final: bool, text: str
+) -> bool:
+    without = {name: value for name, value in arguments.items() if name != "tools"}
+    if isinstance(tokenizer.chat_template, dict) and "chat_template" not in without:
+        # Several named ones: tools choose another template, which by itself is no sign that it shows them.
+        named = tokenizer.chat_template
+        without["chat_template"] = named.get("tool_use", named.get("default"))
+    try:
+        return _apply(tokenizer, turns, without, continue_final) == text
+    except Exception:  # it needs tools, so it reads them
+        return False
+
+
+def _own_templates(tokenizer: Any) -> list[str]:
+    """Templates that the checkpoint has beside the one in use, the one for tools first."""
+    if callable(getattr(tokenizer, "_chat_template", None)):
+        return []  # a renderer in Python goes before them
+    own = getattr(tokenizer, OWN_TEMPLATE, None)
+    named: dict[str, Any] = own if isinstance(own, dict) else {"default": own}
+    if isinstance(tokenizer.chat_template, dict):
+        named = {**named, **tokenizer.chat_template}
+    order = sorted(named, key=lambda name: (name != "tool_use", name != "default"))
+    return [named[name] for name in order[:2] if isinstance(named[name], str) and name in ("tool_use", "default")]
+
+
+def _apply(tokenizer: Any, turns: list[dict[str, Any]], arguments: dict[str, Any], continue_final: bool) -> str:
+    turns = copy.deepcopy(turns)
+    said = turns[-1]["content"]
+    mark = f"END{secrets.token_hex(8)} "
+    if continue_final:
+        turns[-1]["content"] = said + mark
     text = tokenizer.apply_chat_template(
-        copy.deepcopy(turns), tokenize=False, add_generation_prompt=True, **copy.deepcopy(arguments)
+        turns, tokenize=False, add_generation_prompt=not continue_final, **copy.deepcopy(arguments)
     )
     if not isinstance(text, str):
         raise ValueError(f"it gave {type(text).__name__} instead of text")
-    return text
+    return _cut(text, said, mark) if continue_final else text
+
+
+def _cut(text: str, said: str, mark: str) -> str:
+    """The text up to the mark behind the last message. Raises `Refused` if the template changed that message."""
+    end = text.rfind(mark.rstrip())
+    if end < 0 or not text[:end].rstrip().endswith(said.strip()):
+        raise Refused(
+            ErrorCode.UNSUPPORTED,
+            f"continue_final: the chat template changes or drops the last message of {len(said)} characters, so it "
+            "cannot be continued; send it without reasoning marks, or ask again without continue_final",
+        )
+    # A template that trims messages would have trimmed this one too.
+    return text[:end] if text[end : end + len(mark)] == mark else text[:end].rstrip()
 
 
 def _arguments(
@@ -134,70 +221,6 @@ def _taken(tokenizer: Any) -> set[str] | None:
     if getattr(tokenizer, "_thinking_kwarg", "enable_thinking") in taken:
         taken.add("enable_thinking")
     return taken
-
-
-def _variants(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
-    """The turns as they are, then with tool arguments as objects, then with one call a turn."""
-    yield turns
-    if not any(turn.get("tool_calls") for turn in turns):
-        return
-    parsed = [_parse_arguments(turn) for turn in turns]
-    yield parsed
-    if any(len(turn.get("tool_calls") or ()) > 1 for turn in parsed):
-        yield _one_call_a_turn(parsed)
-
-
-def _parse_arguments(turn: dict[str, Any]) -> dict[str, Any]:
-    turn = copy.deepcopy(turn)
-    for call in turn.get("tool_calls") or ():
-        function = call.get("function", call)
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                function["arguments"] = json.loads(function["arguments"])
-            except ValueError:
-                pass
-    return turn
-
-
-def _one_call_a_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each of several parallel calls becomes a turn of its own, followed by its result."""
-    results = {turn["tool_call_id"]: turn for turn in turns if turn.get("tool_call_id")}
-    placed: set[str] = set()
-    out: list[dict[str, Any]] = []
-    for turn in turns:
-        calls = turn.get("tool_calls") or ()
-        if len(calls) < 2:
-            if turn.get("tool_call_id") not in placed:
-                out.append(turn)
-            continue
-        for number, call in enumerate(calls):
-            single = {**turn, "tool_calls": [call]}
-            if number:
-                single["content"] = ""
-            out.append(single)
-            name = call.get("id")
-            if name in results and name not in placed:
-                out.append(results[name])
-                placed.add(name)
-    return out
-
-
-def _as_dict(message: ChatMessage, index: int) -> dict[str, Any]:
-    content = message.content
-    if isinstance(content, list):
-        for number, part in enumerate(content):
-            if part.type != "text":
-                raise Refused(
-                    ErrorCode.UNSUPPORTED,
-                    f"messages[{index}].content[{number}] is an {part.type}; this model takes text only",
-                )
-        content = "".join(part.text or "" for part in content)
-    turn: dict[str, Any] = {"role": message.role, "content": content if content is not None else ""}
-    for field in ("name", "tool_calls", "tool_call_id", "reasoning_content"):
-        value = getattr(message, field)
-        if value is not None:
-            turn[field] = value
-    return turn
 
 
 def _source(tokenizer: Any) -> str:
