@@ -108,6 +108,13 @@ class KeepAwake:
             return "held"
         return "idle" if self._seen.failed_at is None else "failed"
 
+    def figures(self) -> dict[str, float]:
+        """For `stats`. Asked for and not to be had is a key of its own: 0 alone could be idleness."""
+        figures = {"kept_awake": float(self.state == "held")}
+        if self.state in ("unsupported", "failed"):
+            figures[f"keep_awake_{self.state}"] = 1.0
+        return figures
+
     def note(self, busy: bool) -> None:
         """Called on a clock: whether there is work now."""
         if self._command is None or self._closed:

@@ -313,7 +313,7 @@ class Orchestrator:
         daemon = process_figures(self._started_at)
         daemon.update(
             spares=float(self._spares.waiting),
-            kept_awake=float(self._awake.state == "held"),
+            **self._awake.figures(),
             requests_live=float(len(self._table)),
             requests_total=float(self._table.total),
             requests_resumed=float(self._table.resumed),

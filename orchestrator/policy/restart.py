@@ -19,7 +19,8 @@ class RestartPolicy(msgspec.Struct, frozen=True):
     jitter: float = 0.2
     stable_steps: int = 512
     """Executor steps after which a worker is stable. Prefill chunks are steps too, and a prompt that always crashes
-    its worker late in its prefill must not look stable: a prompt of 262,144 tokens takes 512 chunks of 512."""
+    its worker in its prefill must not restart it without delay in quick succession. Chunks are sized by time: so many
+    of one prompt take more than a minute, or are a million tokens. Decoding, it is some seconds of real answers."""
 
 
 class RestartHistory(msgspec.Struct, frozen=True):

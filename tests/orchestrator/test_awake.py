@@ -109,6 +109,7 @@ async def test_one_helper_for_many_requests_and_none_when_idle(monkeypatch: pyte
         clock.now += LINGER_S / 4
     assert keeper.state == "held"
     assert len(fakes.started) == 1
+    assert keeper.figures() == {"kept_awake": 1.0}
     clock.now += LINGER_S
     keeper.note(busy=False)
     assert keeper.state == "idle"
@@ -140,6 +141,7 @@ async def test_a_helper_that_ends_by_itself_costs_one_warning_and_nothing_else(
     fakes.error = OSError("no more processes")
     keeper.note(busy=True)
     assert keeper.state == "failed"
+    assert keeper.figures() == {"kept_awake": 0.0, "keep_awake_failed": 1.0}
     warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
     assert len(warnings) == 1
     assert "systemd-inhibit ended: exit code 1; it said: Access denied" in warnings[0]
@@ -156,6 +158,8 @@ async def test_unsupported_is_said_once_and_off_is_silent(
         one.note(busy=True)
         await one.close()
     assert (keeper.state, off.state) == ("unsupported", "off")
+    assert keeper.figures() == {"kept_awake": 0.0, "keep_awake_unsupported": 1.0}
+    assert off.figures() == {"kept_awake": 0.0}
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "unsupported" in caplog.text
 
@@ -256,3 +260,13 @@ async def test_a_host_is_kept_awake_while_a_request_runs(
             await until(held)
         await until(lambda: not held())
         await until(lambda: not stubs())
+
+
+async def test_stats_tell_of_a_host_that_cannot_be_kept_awake(
+    short_tmp: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(awake, "command_for", lambda *_: None)
+    async with fake_host(short_tmp / "r", config=Config(keep_awake=True)) as host:
+        await host.load("m", "fake")
+        await host.complete("m", prompt="one", max_tokens=3)
+        assert host.stats_reply(None).daemon["keep_awake_unsupported"] == 1.0

@@ -16,6 +16,7 @@ from mlx_bulkhead.orchestrator.policy.restart import (
     is_victim,
 )
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
+from mlx_bulkhead.worker.engines.schedule import chunk_size
 
 POLICY = RestartPolicy()
 
@@ -71,7 +72,7 @@ def test_only_real_steps_reset_the_delay() -> None:
     [
         (0, 512, False),
         (3, 512, False),  # a poison prompt, after its first prefill chunks
-        (256, 512, False),  # the same in the prefill of 131,072 tokens
+        (256, 512, False),  # the same, half a minute into its prefill
         (511, 512, False),
         (512, 512, True),
         (100_000, 512, True),  # an hour of decoding, no request has ended
@@ -80,6 +81,17 @@ def test_only_real_steps_reset_the_delay() -> None:
 )
 def test_enough_steps_make_a_worker_stable(steps: int, needed: int, stable: bool) -> None:
     assert is_stable(RestartPolicy(stable_steps=needed), steps) is stable
+
+
+@pytest.mark.parametrize("tokens_per_second", [20, 100, 1_000, 13_000, 20_000, 100_000])
+def test_a_prompt_alone_looks_stable_only_after_a_minute_or_a_million_tokens(tokens_per_second: float) -> None:
+    """Why `stable_steps` is what it is: prefill chunks are steps too."""
+    cost, seconds, tokens = None, 0.0, 0
+    for _ in range(POLICY.stable_steps):
+        chunk = chunk_size(cost, prompts=1, decoding=False, decode_seconds=0.0)
+        cost = 1.0 / tokens_per_second
+        seconds, tokens = seconds + chunk * cost, tokens + chunk
+    assert seconds > POLICY.window_s or tokens > 1_000_000
 
 
 def test_the_limit_holds_for_stable_workers_too() -> None:
