@@ -92,6 +92,11 @@ class ModelConfig(msgspec.Struct, frozen=True):
     cache_bytes: int | None = None
     cache_disk_bytes: int = 0
     cache_dir: str | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    max_kv_size: int | None = None
+    rank: int = 0
+    size: int = 1
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
 

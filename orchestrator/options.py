@@ -73,6 +73,11 @@ class LoadOptions(TypedDict, total=False):
     cache_bytes: int | None
     cache_disk_bytes: int
     cache_dir: str | os.PathLike[str] | None
+    kv_bits: int | None
+    kv_group_size: int
+    max_kv_size: int | None
+    rank: int
+    size: int
 
 
 GENERATE_OPTIONS: Final = tuple(GenerateOptions.__annotations__)

@@ -45,6 +45,9 @@ RESERVED_TEMPLATE_ARGS = frozenset(
 )
 """Names that steer the rendering itself; a template could not tell them from its own variables."""
 
+KV_BITS = (2, 3, 4, 5, 6, 8)
+KV_GROUPS = (32, 64, 128)
+
 _INVISIBLE = frozenset(("Cc", "Cf", "Zl", "Zp", "Zs"))
 """Unicode categories without a mark on paper: controls, format characters, separators."""
 
@@ -108,17 +111,30 @@ def check_load(load: Load) -> Problem | None:
         ("cache_disk_bytes", load.cache_disk_bytes, 0, 2**50),
         ("recycle_requests", load.recycle_requests, 1, limits.MAX_TOKENS),
         ("recycle_footprint", load.recycle_footprint, limits.MIB, 2**50),
+        ("max_kv_size", load.max_kv_size, 16, limits.MAX_TOKENS),
+        ("size", load.size, 1, 1024),
+        ("rank", load.rank, 0, load.size - 1),
     ):
         if value is not None and not low <= value <= high:
             return _bad(f"{field} must be {low} to {high}, got {value}")
     for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
         if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
             return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
-    if problem := _check_cache(load):
+    if problem := _check_cache(load) or _check_kv(load):
         return problem
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:
             return _bad(f"env has a key or value that no environment can hold: {key[:60]!r}")
+    return None
+
+
+def _check_kv(load: Load) -> Problem | None:
+    if load.kv_bits is not None and load.kv_bits not in KV_BITS:
+        return _bad(f"kv_bits must be one of {', '.join(map(str, KV_BITS))}, got {load.kv_bits}")
+    if load.kv_group_size not in KV_GROUPS:
+        return _bad(f"kv_group_size must be one of {', '.join(map(str, KV_GROUPS))}, got {load.kv_group_size}")
+    if load.kv_bits is not None and load.max_kv_size is not None:
+        return _bad("kv_bits and max_kv_size cannot be used together: mlx-lm cannot quantise a cache of bounded size")
     return None
 
 

@@ -56,6 +56,16 @@ class Load(Command, tag=0x01, frozen=True):
     """Bytes that prefixes may take on disk, where they outlive the worker. 0: none."""
     cache_dir: str | None = None
     """Folder for them. None: the user's cache folder."""
+    kv_bits: int | None = None
+    """Quantise the KV cache to so many bits, from the first token. None: as the model computes."""
+    kv_group_size: int = 64
+    """Values that share a scale in a quantised KV cache."""
+    max_kv_size: int | None = None
+    """Tokens that a KV cache holds: the first 4 and the newest. None: all of them."""
+    rank: int = 0
+    """Of this worker in a distributed group."""
+    size: int = 1
+    """Of that group. More than 1 is refused: distributed models are not built yet."""
 
 
 class Generate(Command, tag=0x02, frozen=True):

@@ -122,6 +122,17 @@ class Limits(Value, frozen=True):
     """Who enforces the memory limit: `metal`, `orchestrator` or empty when there is none."""
 
 
+class KVCacheInfo(Value, frozen=True):
+    """The KV cache in force. `bits` 0: not quantised. `max_tokens` 0: unbounded."""
+
+    bits: int = 0
+    group_size: int = 0
+    layers: int = 0
+    quantised_layers: int = 0
+    """Layers without a KV cache, with a recurrent state for instance, are not."""
+    max_tokens: int = 0
+
+
 class TemplateInfo(Value, frozen=True):
     """What is known of the chat template. `format` is chatml, llama3, mistral, custom or generic."""
 
@@ -151,6 +162,7 @@ class WorkerInfo(Value, frozen=True):
     limits: Limits = Limits()
     template: TemplateInfo = TemplateInfo()
     versions: dict[str, str] = {}
+    kv_cache: KVCacheInfo = KVCacheInfo()
 
 
 class CacheStats(Value, frozen=True):

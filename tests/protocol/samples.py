@@ -33,6 +33,7 @@ _INFO = v.WorkerInfo(
         has_template=True, format="chatml", overridden=True, thinking=True, tools=True, bos=True, eos=True, pad=True
     ),
     versions={"mlx": "0.32.4"},
+    kv_cache=v.KVCacheInfo(bits=8, group_size=64, layers=28, quantised_layers=24, max_tokens=4096),
 )
 _STATS = v.WorkerStats(
     running=1,
@@ -167,6 +168,11 @@ FULL: tuple[Message, ...] = (
         cache_bytes=2**30,
         cache_disk_bytes=2**34,
         cache_dir="/var/cache/prompts",
+        kv_bits=8,
+        kv_group_size=32,
+        max_kv_size=4096,
+        rank=1,
+        size=2,
     ),
     c.Generate(
         model="tiny",

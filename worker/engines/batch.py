@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 
 from ..memory.caps import Caps
 from ..text.sampling import greedy
@@ -24,20 +24,21 @@ _PREFILL_ROWS = 8
 """Prompts prefilled side by side; more only pad each other."""
 
 
-def can_batch(model: Any) -> bool:
-    """Whether all caches of a model can be merged into those of a batch."""
-    return all(_mergeable(layer) for layer in make_prompt_cache(model))
+def can_batch(caches: Sequence[Any]) -> bool:
+    """Whether all caches of a row can be merged into those of a batch."""
+    return all(_mergeable(layer) for layer in caches)
 
 
 def _mergeable(cache: Any) -> bool:
     if isinstance(cache, CacheList):
         return all(_mergeable(part) for part in cache.caches)
-    return hasattr(cache, "merge")
+    # A batch knows no tokens that a window keeps for ever.
+    return hasattr(cache, "merge") and not getattr(cache, "keep", 0)
 
 
-def can_part(model: Any) -> bool:
+def can_part(caches: Sequence[Any]) -> bool:
     """Whether a row can leave a batch with its cache one token short: windows and states cannot go back."""
-    return all(type(layer) is KVCache for layer in make_prompt_cache(model))
+    return all(type(layer) is KVCache for layer in caches)
 
 
 class Batch:

@@ -20,6 +20,8 @@ class Facts:
     model: Any
     vocabulary: int
     eos: frozenset[int]
+    make_cache: Callable[[], list[Any]]
+    """Empty caches for a row, one a layer."""
     banned: tuple[int, ...] = ()
     """Never generated."""
     spared: tuple[int, ...] = ()

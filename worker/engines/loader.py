@@ -15,12 +15,12 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ...protocol.commands import Load
+from ...protocol.errors import ErrorCode
 from ...protocol.values import Limits, WorkerInfo
 from ..model_check import check_model, read_config, read_generation_config, resolve_model, weight_bytes
 from .base import Engine, LoadProblem, Report
@@ -55,31 +55,38 @@ def open_engine(load: Load, report: Report) -> Engine:
 
 
 def _open(load: Load, path: Path, report: Report, began: float, import_seconds: float) -> Engine:
-    from mlx_lm.models.cache import make_prompt_cache
 
     from ..cache.store import make_store
     from ..memory.caps import apply_caps, measure
     from ..text.templates import describe
     from .batch import can_batch
+    from .kv import KVCaches
     from .live import Facts
     from .text import TextEngine
 
     config = read_config(path)
     _check_architecture(path, config, load.trust_remote_code)
+    if load.size > 1:
+        raise LoadProblem(
+            f"rank {load.rank} of {load.size}: distributed models are not built yet; load it with size 1",
+            ErrorCode.UNSUPPORTED,
+        )
     caps = apply_caps(load.memory_limit)
     memory_before = measure()
     report("tokenizer", 0, 0)
     tokenizer = _load_tokenizer(path, load)  # first, since it fails sooner than a large model loads
     model = _load_weights(path, load.trust_remote_code, report)
     generation = read_generation_config(path)
-    vocabulary, filled = _warm_up(path, model)
+    caches = KVCaches(model, load)
+    vocabulary, filled = _warm_up(path, model, caches.make)
     eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
-    store = make_store(load, caps.memory, path, versions, partial(make_prompt_cache, model), filled)
+    store = make_store(load, caps.memory, path, versions, caches.make, filled)
     facts = Facts(
         model=model,
         vocabulary=vocabulary,
         eos=eos,
+        make_cache=caches.make,
         spared=tuple(sorted(t for t in eos | _newline(tokenizer) if 0 <= t < vocabulary)),
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
@@ -95,7 +102,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         limits=Limits(
             context_tokens=_context_limit(load.context_limit, config),
             # A model whose caches cannot be merged serves one row at a time, and says so.
-            max_running=1 if load.deterministic or not can_batch(model) else load.max_running,
+            max_running=1 if load.deterministic or not can_batch(caches.make()) else load.max_running,
             max_queued=load.max_queued,
             memory_bytes=caps.memory,
             wired_bytes=caps.wired,
@@ -104,6 +111,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         ),
         template=describe(tokenizer, load.chat_template is not None),
         versions=versions,
+        kv_cache=caches.info,
     )
     return TextEngine(info, facts, tokenizer, caps, store)
 
@@ -183,15 +191,14 @@ def _load_tokenizer(path: Path, load: Load) -> Any:
     return tokenizer
 
 
-def _warm_up(path: Path, model: Any) -> tuple[int, list[Any]]:
+def _warm_up(path: Path, model: Any, make_cache: Callable[[], list[Any]]) -> tuple[int, list[Any]]:
     """Run one token through the model; gives the width of its logits, the real vocabulary, and its caches."""
     import mlx.core as mx
     from mlx_lm.generate import generation_stream
-    from mlx_lm.models.cache import make_prompt_cache
 
     try:
         with mx.stream(generation_stream):
-            cache = make_prompt_cache(model)
+            cache = make_cache()
             logits = model(mx.array([[0]]), cache=cache)
             mx.eval(logits)
     except Exception as error:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from .base import PrefillOut, TokenOut
 from .live import Keep, Live
@@ -33,7 +32,7 @@ class Solo:
     def start(self, live: Live) -> None:
         """Take a row; its cache, if it has one, covers `cached` of its tokens."""
         if live.cache is None:
-            live.cache = make_prompt_cache(live.facts.model)
+            live.cache = live.facts.make_cache()
             live.cached = 0
         self.live, self._pending, self._logprobs, self._steps = live, None, None, 0
 

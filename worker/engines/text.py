@@ -57,7 +57,7 @@ class TextEngine:
         self._batch: Batch | None = None
         if info.limits.max_running > 1:
             self._batch = Batch(facts, info.limits.max_running, caps, self._keep)
-        self._may_part = can_part(facts.model)
+        self._may_part = can_part(facts.make_cache())
         self._alone = 0
         self._served: OrderedDict[bytes, str] = OrderedDict()
         self._token_seconds: float | None = None
