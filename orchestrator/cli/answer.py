@@ -67,6 +67,9 @@ class AnswerView:
             print(flush=True)
             self._open = self._open and not self._one_place
         self.break_line()
+        if not result.text and result.reasoning:
+            spent = result.usage.completion_tokens
+            note(f"the answer ended within its reasoning, after {spent} tokens; --max-tokens may be too small")
 
     def _progress(self, snap: Snap) -> None:
         before, self._phase = self._phase, snap.phase  # not of snaps with text: that of a dead worker may come late

@@ -61,6 +61,17 @@ def test_a_restart_is_one_line(daemon: FakeDaemon, capfd: pytest.CaptureFixture[
     assert capfd.readouterr().err == DIED + "\n"
 
 
+def test_an_answer_that_is_only_reasoning_is_no_silent_success(
+    daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]
+) -> None:
+    thoughts = Snapshot(0, 0, "let me see", [1, 2, 3], "reasoning")
+    daemon.answers[Generate] = lambda r: r.reply(Accepted(), thoughts, done("", tokens=3))
+    assert run(["run", "a", "hi"]) == 0
+    assert "the answer ended within its reasoning, after 3 tokens" in capfd.readouterr().err
+    assert run(["run", "a", "hi", "--json"]) == 0
+    assert '"reasoning": "let me see"' in capfd.readouterr().out
+
+
 def test_a_line_for_people_never_joins_one_of_the_answer(daemon: FakeDaemon) -> None:
     daemon.answers[Generate] = lambda r: r.reply(*RESTARTED)
     command = [*COMMAND, "run", "a", "hi"]
