@@ -69,7 +69,7 @@ def test_an_answer_that_is_only_reasoning_is_no_silent_success(
     assert run(["run", "a", "hi"]) == 0
     assert "the answer ended within its reasoning, after 3 tokens" in capfd.readouterr().err
     assert run(["run", "a", "hi", "--json"]) == 0
-    assert '"reasoning": "let me see"' in capfd.readouterr().out
+    assert '"reasoning":"let me see"' in capfd.readouterr().out
 
 
 def test_a_line_for_people_never_joins_one_of_the_answer(daemon: FakeDaemon) -> None:
