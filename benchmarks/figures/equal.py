@@ -21,7 +21,7 @@ MODEL = "equal"
 CONFIG = """
 [restart]
 max_restarts = 1000
-base_delay_s = 0.01
+stable_steps = 1
 """
 
 

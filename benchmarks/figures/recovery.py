@@ -26,6 +26,7 @@ CONFIG = """
 spare_workers = 1
 [restart]
 max_restarts = 1000
+stable_steps = 1
 """
 VICTIM, OTHER = "victim", "other"
 SETTLE_S = 3.0
