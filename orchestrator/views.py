@@ -58,7 +58,7 @@ class _Texts:
         self.tool_calls = _Text()
 
     def of(self, channel: Channel) -> _Text:
-        return self.content if channel == "content" else getattr(self, channel)
+        return getattr(self, channel)
 
 
 class Snap:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from mlx_bulkhead.protocol.values import ChatMessage, ResponseFormat
 
-from .test_engine import PROMPTS, Driver, expected, library, shared_engine
+from .test_engine import PROMPTS, Driver, expected, library
 
 SHORT = {"type": "string", "maxLength": 12}
 PERSON = {
@@ -36,15 +35,6 @@ sum: NUMBER | "(" sum "+" NUMBER ")"
 NUMBER: /[0-9]{1,3}/
 """
 CHOICES = ["yes", "no", 'quo"te', "back\\slash", "line\nbreak", "Kätzchen 🐈"]
-
-
-@pytest.fixture
-def drive() -> Iterator[Driver]:
-    driver = Driver(shared_engine())
-    yield driver
-    for name in driver.tokens:
-        driver.drop(name)
-    assert not driver.engine.busy
 
 
 def form(kind: str, **fields: Any) -> dict[str, Any]:
@@ -154,7 +144,7 @@ def think_marks() -> tuple[int, int]:
 def chat(drive: Driver, **options: Any) -> list[int]:
     from mlx_bulkhead.protocol.commands import Generate
 
-    request = Generate(model="tiny", messages=QUESTION, max_tokens=40, **options)
+    request = Generate(model="tiny", max_tokens=40, **{"messages": QUESTION, **options})
     prepared = drive.engine.prepare(b"a", request)
     drive.tokens["a"], drive.text["a"], drive.finish["a"] = list(prepared.row.emitted), "", None
     drive.prefill["a"], drive._streams["a"] = [], prepared.text
@@ -174,6 +164,20 @@ def test_a_model_that_opens_a_block_is_free_until_it_closes_it(drive: Driver) ->
     tokens = chat(drive, resume_tokens=[start, 400, 401, end], **DIGITS)
     assert re.fullmatch("[0-9]{3}", tokenizer.decode(tokens[4:-1]))
     assert drive.finish["a"] == "stop"
+
+
+def test_a_mark_that_a_user_writes_opens_nothing(drive: Driver) -> None:
+    from mlx_bulkhead.worker.text.markup import Markup
+
+    tokenizer = library()[1]
+    written = [ChatMessage(role="user", content="What does <think> mean? It has no end here.")]
+    tokens = chat(drive, messages=written, template_args={"enable_thinking": False}, **DIGITS)
+    assert re.fullmatch("[0-9]{3}", tokenizer.decode(tokens[:-1]))
+    rendered = tokenizer.encode("<|im_start|>user\n<think> is a mark<|im_end|>\n<|im_start|>assistant\n")
+    for prompt, reasoning in ((rendered, False), ([*rendered, *tokenizer.encode("<think>\n")], True)):
+        splitter = Markup(tokenizer).splitter(prompt, tools=False)
+        assert splitter is not None
+        assert splitter.feed("so") == [("reasoning" if reasoning else "content", "so")]
 
 
 def test_a_block_that_the_prompt_opens(drive: Driver) -> None:

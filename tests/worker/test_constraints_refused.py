@@ -13,10 +13,8 @@ from mlx_bulkhead.protocol.values import ResponseFormat
 from mlx_bulkhead.worker.engines.base import Refused
 from mlx_bulkhead.worker.text.constraints import Constraints
 
-from .test_constraints import DIGITS, ask, drive, form
+from .test_constraints import DIGITS, ask, form
 from .test_engine import PROMPTS, Driver, expected, library
-
-__all__ = ["drive"]
 
 
 @pytest.mark.parametrize(
@@ -63,11 +61,13 @@ def test_forms_are_kept_ready_but_not_for_ever() -> None:
     tokenizer = library()[1]
     constraints = Constraints(tokenizer, 2048, frozenset(tokenizer.eos_token_ids))
     for number in range(50):
-        constraints.make(ResponseFormat("regex", pattern=f"a{{{number + 1}}}"), [1], may_think=False)
+        constraints.make(ResponseFormat("regex", pattern=f"a{{{number + 1}}}"), [1], may_think=False, partial=True)
     assert len(constraints._ready) == 32
 
 
 def test_a_model_without_an_end_token_cannot_do_it() -> None:
     with pytest.raises(Refused) as refused:
-        Constraints(library()[1], 2048, frozenset()).make(ResponseFormat("json_object"), [1], may_think=False)
+        Constraints(library()[1], 2048, frozenset()).make(
+            ResponseFormat("json_object"), [1], may_think=False, partial=True
+        )
     assert refused.value.code is ErrorCode.UNSUPPORTED

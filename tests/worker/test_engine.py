@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -126,15 +126,6 @@ class Driver:
 @pytest.fixture(params=CACHES)
 def architecture(request: pytest.FixtureRequest) -> str:
     return request.param
-
-
-@pytest.fixture
-def drive() -> Iterator[Driver]:
-    driver = Driver(shared_engine())
-    yield driver
-    for name in driver.tokens:
-        driver.drop(name)
-    assert not driver.engine.busy
 
 
 @pytest.mark.parametrize("architecture", [*CACHES, "llama", "gemma4_text"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,15 +13,6 @@ from .test_engine import CHUNKED, PROMPTS, Driver, expected, library, open_tiny,
 
 WARM: dict[str, Any] = {"temperature": 1.0, "seed": 7}
 FILTERED: dict[str, Any] = {"temperature": 0.8, "seed": 11, "top_p": 0.9, "top_k": 50, "min_p": 0.01}
-
-
-@pytest.fixture
-def drive() -> Iterator[Driver]:
-    driver = Driver(shared_engine())
-    yield driver
-    for name in driver.tokens:
-        driver.drop(name)
-    assert not driver.engine.busy
 
 
 def alone(prompt: str | list[int], max_tokens: int, **options: Any) -> list[int]:

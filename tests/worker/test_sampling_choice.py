@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,15 +11,6 @@ from mlx_bulkhead.worker.engines.base import RowFailed, Sampling, TokenOut
 from .test_engine import PROMPTS, Driver, expected, library, shared_engine
 
 XTC: dict[str, Any] = {"temperature": 1.0, "seed": 9, "xtc_probability": 0.5, "xtc_threshold": 0.05}
-
-
-@pytest.fixture
-def drive() -> Iterator[Driver]:
-    driver = Driver(shared_engine())
-    yield driver
-    for name in driver.tokens:
-        driver.drop(name)
-    assert not driver.engine.busy
 
 
 def alone(prompt: str, count: int, **options: Any) -> list[int]:
@@ -145,6 +135,23 @@ def test_what_fails_for_one_row_fails_it_alone(drive: Driver, company: bool, cal
     drive.add("next", PROMPTS[0], 10)
     drive.run()
     assert drive.tokens["next"] == expected("qwen3", PROMPTS[0], 10)
+
+
+@pytest.mark.parametrize("guest", [False, True])
+def test_a_fault_in_the_only_token_is_no_answer(drive: Driver, guest: bool) -> None:
+    from dataclasses import replace
+
+    from mlx_bulkhead.protocol.commands import Generate
+
+    if guest:
+        drive.add("good", PROMPTS[1], 30)
+        drive.until(lambda: len(drive.tokens["good"]) > 2)
+    began = len(drive.tokens.get("good", []))
+    row = drive.engine.prepare(b"bad", Generate(model="tiny", prompt=PROMPTS[0], max_tokens=1)).row
+    drive.engine.insert(replace(row, constrain=lambda emitted: Broken(0, RuntimeError("a bad day"))))
+    tokens, [failed] = stepped(drive)
+    assert failed.request_id == b"bad"
+    assert tokens == ({"good": expected("qwen3", PROMPTS[1], 30)[began:]} if guest else {})
 
 
 @pytest.mark.parametrize("company", [False, True])

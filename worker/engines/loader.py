@@ -55,7 +55,6 @@ def open_engine(load: Load, report: Report) -> Engine:
 
 
 def _open(load: Load, path: Path, report: Report, began: float, import_seconds: float) -> Engine:
-
     from ..cache.store import make_store
     from ..memory.caps import apply_caps, measure
     from ..text.templates import describe

@@ -80,7 +80,10 @@ class Preparer:
         arguments = request.template_args or {}
         wanted = all(arguments.get(name) is not False for name in ("enable_thinking", "thinking"))
         return self._constraints.make(
-            request.response_format, prompt, may_think=request.messages is not None and wanted
+            request.response_format,
+            prompt,
+            may_think=request.messages is not None and wanted,
+            partial=request.messages is None,
         )
 
     def _prompt(self, request: Generate) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from .base import PrefillOut, TokenOut
+from .base import PrefillOut, RowFailed, TokenOut
 from .live import Keep, Live
 
 _TOKENS_A_CLEANUP = 256
@@ -61,10 +61,16 @@ class Solo:
                 return PrefillOut(live.row.request_id, total, total, live.hit)
         return PrefillOut(live.row.request_id, live.cached, total, live.hit)
 
-    def decode(self, ahead: bool = True) -> TokenOut:
-        """The pending token. The one after it is set going first, unless not wanted (`ahead` False)."""
+    def decode(self, ahead: bool = True) -> TokenOut | RowFailed:
+        """The pending token, or why it could not be chosen.
+
+        The one after it is set going first, unless not wanted (`ahead` False).
+        """
         live, pending = self._row(), self._pending
         assert pending is not None, "decode before the end of prefill"
+        if (failed := live.failed()) is not None:
+            self.drop()
+            return failed
         following = distribution = None
         if ahead and live.left > 1:
             with mx.stream(generation_stream):

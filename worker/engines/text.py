@@ -101,9 +101,6 @@ class TextEngine:
             began = time.perf_counter()
             outs.append(self._solo.decode())
             self._decode_seconds = smooth(self._decode_seconds, time.perf_counter() - began)
-        if self._solo.live is not None and (failed := self._solo.live.failed()) is not None:
-            self._solo.drop()
-            outs.append(failed)
         for out in outs:
             if isinstance(out, RowFailed) or (isinstance(out, TokenOut) and out.finish is not None):
                 self._rows.pop(out.request_id, None)
@@ -198,10 +195,7 @@ class TextEngine:
             return []
         outs = self._prefill(guest, decoding=True)
         live = guest.live
-        if live is not None and (failed := live.failed()) is not None:
-            guest.drop()
-            outs.append(failed)
-        elif live is not None and not guest.prefilling:
+        if live is not None and not guest.prefilling:
             outs.append(guest.decode(ahead=False))
             if guest.live is not None:
                 guest.drop()

@@ -209,8 +209,7 @@ class HarmonySplitter:
                 _add(out, "content", held)
         else:
             self._show(out, held)
-            # The mark that ends a call also ends the answer, so that it is no text.
-            self._end_message(whole=True)
+            self._end_message()  # the mark that ends a call also ends the answer, so that it is no text
         return out
 
     def _read_header(self, out: list[Piece]) -> bool:
@@ -244,7 +243,7 @@ class HarmonySplitter:
         self._held = held[at + len(mark) :]
         if mark == "<|call|>" and self._channel == "tool_calls":
             _add(out, "tool_calls", mark)
-        self._end_message(whole=True)
+        self._end_message()
         self._header = ""
         return True
 
@@ -252,9 +251,9 @@ class HarmonySplitter:
         self._body += text if self._name else ""
         _add(out, self._channel, text)
 
-    def _end_message(self, *, whole: bool) -> None:
+    def _end_message(self) -> None:
         if self._name:
-            self.calls.append(RawCall(self._body, self._name, whole))
+            self.calls.append(RawCall(self._body, self._name))
         self._name = ""
 
 

@@ -25,6 +25,7 @@ from ...protocol.errors import ErrorCode
 from ...protocol.values import ResponseFormat
 from ..engines.base import Refused
 from .masks import Masked, Thinking
+from .thinking import is_closed, is_open, thinks
 
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
@@ -36,9 +37,6 @@ _LIMITS = {
 }
 _REMEMBERED = 32
 """Forms kept ready, the last used ones."""
-
-_TAIL = 8
-"""A reasoning block closed within so many tokens of the prompt's end was closed by the template."""
 
 _BLANKS = r"[ \t\n\r]{1,40}"
 """White space between the parts of JSON. Bounded, or a model could write blanks for ever."""
@@ -57,14 +55,15 @@ class Constraints:
         self._ready: OrderedDict[bytes, Any] = OrderedDict()
 
     def make(
-        self, form: ResponseFormat, prompt: Sequence[int], *, may_think: bool
+        self, form: ResponseFormat, prompt: Sequence[int], *, may_think: bool, partial: bool
     ) -> Callable[[Sequence[int]], Masked]:
         """What makes a row's processor, given the tokens that are generated already. Raises `Refused`.
 
         may_think: whether the model may open a reasoning block itself; the form starts after it.
+        partial: as in `thinking.is_open`.
         """
         matcher, words = self._matcher(form), self._words.vocab_size
-        thinking = self._thinking(prompt, may_think)
+        thinking = self._thinking(prompt, may_think, partial)
 
         def start(emitted: Sequence[int]) -> Masked:
             return Masked(matcher.deep_copy(), words, self._vocabulary, self._eos, thinking, emitted)
@@ -102,21 +101,15 @@ class Constraints:
             ) from error
         return self._words
 
-    def _thinking(self, prompt: Sequence[int], may_think: bool) -> Thinking | None:
+    def _thinking(self, prompt: Sequence[int], may_think: bool, partial: bool) -> Thinking | None:
         """How reasoning is marked, if some is open or may be opened."""
         tokenizer = self._tokenizer
-        if not getattr(tokenizer, "has_thinking", False):
+        if not thinks(tokenizer):
             return None
-        start, end = tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens)
-        if not start or not end:
+        opened = is_open(tokenizer, prompt, partial=partial)
+        if not opened and (not may_think or is_closed(tokenizer, prompt)):
             return None
-        ids = list(prompt)
-        opened, closed = tokenizer.rfind_think_start(ids), tokenizer.rfind_think_end(ids)
-        if opened > closed:
-            return Thinking(start, end, is_open=True)
-        if not may_think or (closed >= 0 and closed >= len(ids) - _TAIL):
-            return None
-        return Thinking(start, end, is_open=False)
+        return Thinking(tuple(tokenizer.think_start_tokens), tuple(tokenizer.think_end_tokens), opened)
 
 
 def _source(form: ResponseFormat) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .channels import HarmonySplitter, Splitter, Tags, TagSplitter
+from .thinking import is_open, thinks
 
 _HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|return|>")
 
@@ -17,7 +18,7 @@ class Markup:
         self._tokenizer = tokenizer
         vocabulary = tokenizer.get_vocab()
         self._harmony = all(mark in vocabulary for mark in _HARMONY)
-        self._thinks = bool(getattr(tokenizer, "has_thinking", False)) and bool(tokenizer.think_end_tokens)
+        self._thinks = thinks(tokenizer)
         self._calls = bool(getattr(tokenizer, "has_tool_calling", False))
 
     def splitter(self, prompt: Sequence[int], tools: bool, *, continued: bool = False) -> Splitter | None:
@@ -31,24 +32,14 @@ class Markup:
         tools = tools and self._calls
         if not (self._thinks or tools):
             return None
+        inside = self._thinks and is_open(tokenizer, prompt, partial=continued)
         return TagSplitter(
             Tags(
                 tokenizer.think_start if self._thinks else "",
                 tokenizer.think_end if self._thinks else "",
                 tokenizer.tool_call_start if tools else "",
                 (tokenizer.tool_call_end or "") if tools else "",
-                inside=(inside := self._thinks and self._is_open(prompt, continued)),
+                inside=inside,
                 begun=continued and not inside,
             )
         )
-
-    def _is_open(self, prompt: Sequence[int], continued: bool) -> bool:
-        """Whether a block is open at the end: nothing but blanks, or what is to be continued, follows its mark."""
-        tokenizer, ids = self._tokenizer, list(prompt)
-        opened = tokenizer.rfind_think_start(ids)
-        if opened < 0 or tokenizer.rfind_think_end(ids) > opened:
-            return False
-        if continued:
-            return True
-        rest = ids[opened + len(tokenizer.think_start_tokens) :]
-        return not tokenizer.decode(rest).strip()
