@@ -115,7 +115,7 @@ def _shapes(file: Path) -> dict[str, tuple[int, ...]]:
     header = {name: tensor for name, tensor in read_header(file).items() if name != "__metadata__"}
     if not header:
         raise LoadProblem(f"{file} holds no tensors")
-    for name, tensor in header.items():
+    for name, tensor in sorted(header.items()):
         parts = name.split(".")
         if parts[-1] in _LEGACY or "original_layer" in parts:
             raise _legacy(file, name)
