@@ -38,7 +38,10 @@ def test_requests_choose_and_a_killed_worker_goes_on_with_the_same(
     names = (None, "base", "a", "b")
     with own_daemon.client() as client:
         infos = load(client, tiny_model, tmp_path)
-        assert [(i.name, i.kind, i.rank, i.default) for i in infos] == [("a", "lora", 4, True), ("b", "dora", 4, False)]
+        assert [(i.name, i.kind, i.rank, i.default) for i in infos] == [
+            ("a", "lora", 4, True),
+            ("b", "dora", 4, False),
+        ]
         whole = {name: client.complete("tiny", adapter=name, **ASK) for name in names}
         assert {name: result.adapter for name, result in whole.items()} == {None: "a", "base": "", "a": "a", "b": "b"}
         assert whole[None].tokens == whole["a"].tokens

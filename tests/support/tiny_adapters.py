@@ -1,4 +1,4 @@
-"""Owns the adapters of the tests: random ones in mlx-lm's own format, made by its own code, strong enough to be seen."""
+"""Owns the adapters of the tests: random ones in mlx-lm's own format, built by it, strong enough to be seen."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Owns the checks of adapters in the engine: text equal to mlx-lm's, alone, mixed, with the prompt cache, quantised."""
+"""Owns the checks of adapters in the engine: text equal to mlx-lm's, alone, mixed, cached, on a quantised base."""
 
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import tempfile
 from functools import cache
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.worker.engines.base import Engine, Refused
+from mlx_bulkhead.worker.engines.schedule import FIRST_SHARED_CHUNK
 
 from tests.support.tiny_adapters import make_adapter
 
@@ -116,6 +118,22 @@ def test_groups_take_turns() -> None:
     engine.close()
 
 
+def test_a_long_prompt_of_another_group_keeps_to_short_chunks() -> None:
+    engine = open_adapted()
+    drive = Driver(engine)
+    drive.add("base", PROMPTS[0], 40)
+    drive.until(drive.generated("base", 3))
+    drive.add("A", LONG, 4, adapter="A")
+    before = len(drive.log)
+    drive.until(lambda: bool(drive.prefill["A"]))
+    assert drive.prefill["A"][0][0] <= FIRST_SHARED_CHUNK
+    drive.until(drive.generated("A", 1))
+    assert drive.log[before:].count("base") >= 3, "it stood still meanwhile"
+    drive.run()
+    assert drive.tokens["A"] == wanted("qwen3", "A", tuple(LONG), 4)
+    engine.close()
+
+
 def test_an_adapter_does_not_find_the_prefixes_of_another() -> None:
     engine = open_adapted(cache_entries=16)
     drive = Driver(engine)
@@ -181,6 +199,55 @@ def test_a_quantised_base(tmp_path: Path, bits: int) -> None:
         tokens = [r.token for r in stream_generate(network, tokenizer, PROMPTS[0], max_tokens=16)]
         assert drive.tokens[adapter] == tokens, adapter
     engine.close()
+
+
+def test_experts(tmp_path: Path) -> None:
+    """LoRASwitchLinear, of a model with experts."""
+    from mlx_lm import load, stream_generate
+
+    model = make_experts(tmp_path / "model")
+    folder = make_adapter(tmp_path / "a", model, seed=5, keys=["mlp.switch_mlp.up_proj", "mlp.gate"])
+    engine = open_tiny("qwen3", model=str(model), adapters={"a": str(folder)})
+    drive = Driver(engine)
+    for adapter in ("base", "a"):
+        drive.add(adapter, PROMPTS[0], 16, adapter=adapter)
+    drive.run()
+    for adapter, path in (("base", None), ("a", str(folder))):
+        network, tokenizer = load(str(model), adapter_path=path)[:2]
+        tokens = [r.token for r in stream_generate(network, tokenizer, PROMPTS[0], max_tokens=16)]
+        assert drive.tokens[adapter] == tokens
+    assert drive.tokens["base"] != drive.tokens["a"]
+    engine.close()
+
+
+def make_experts(folder: Path) -> Path:
+    """The tiny qwen3 with two layers of four experts, and random weights."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+    from mlx_lm.models.qwen3_moe import Model, ModelArgs
+
+    shutil.copytree(model_directory("qwen3"), folder)
+    file = folder / "config.json"
+    config = json.loads(file.read_text())
+    config |= {
+        "model_type": "qwen3_moe",
+        "num_hidden_layers": 2,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 64,
+        "norm_topk_prob": True,
+    }
+    file.write_text(json.dumps(config))
+    flat: Any = tree_flatten(Model(ModelArgs.from_dict(config)).parameters())
+    keys = mx.random.split(mx.random.key(7), len(flat))
+    values = {
+        name: value if "norm" in name else 0.3 * mx.random.normal(value.shape, key=key)
+        for (name, value), key in zip(flat, keys, strict=True)
+    }
+    mx.save_safetensors(str(folder / "model.safetensors"), values)
+    return folder
 
 
 def test_the_default_and_unknown_names() -> None:

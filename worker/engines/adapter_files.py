@@ -135,7 +135,9 @@ def _parameters(file: Path, given: Any) -> tuple[int, float, list[str] | None]:
                 f"{file} has lora_parameters.{key}, which mlx-lm does not apply{hint}; "
                 f"the keys are {', '.join(_PARAMETERS)}"
             )
-    rank, scale, keys = given.get("rank"), given.get("scale"), given.get("keys")
+    rank: Any = given.get("rank")
+    scale: Any = given.get("scale")
+    keys: Any = given.get("keys")
     if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank <= MAX_RANK:
         raise LoadProblem(f"{file} has lora_parameters.rank {rank!r}; expected 1 to {MAX_RANK}")
     if not _is_number(scale):
@@ -155,14 +157,14 @@ def _is_number(value: Any) -> bool:
 def _identity(folder: Path) -> str:
     """A hash over both files: they are small beside the model, and what is kept of prompts hangs on them."""
     digest = hashlib.blake2b(digest_size=32)
-    try:
-        for name in (CONFIG, WEIGHTS):
-            with (folder / name).open("rb") as stream:
+    for file in (folder / CONFIG, folder / WEIGHTS):
+        try:
+            with file.open("rb") as stream:
                 digest.update(os.fstat(stream.fileno()).st_size.to_bytes(8, "little"))
                 while chunk := stream.read(_CHUNK):
                     digest.update(chunk)
-    except OSError as error:
-        raise LoadProblem(f"cannot read {folder / name}: {error.strerror or error}") from None
+        except OSError as error:
+            raise LoadProblem(f"cannot read {file}: {error.strerror or error}") from None
     return digest.hexdigest()
 
 
@@ -175,4 +177,4 @@ def _unsupported(what: str) -> LoadProblem:
 
 
 def _legacy(file: Path, sign: str) -> LoadProblem:
-    return _unsupported(f"{file} is of mlx-vlm's LoRaLayer format ({sign}), with A and B instead of lora_a and lora_b")
+    return _unsupported(f"{file} is of mlx-vlm's LoRaLayer format ({sign}): A and B instead of lora_a and lora_b")

@@ -23,7 +23,6 @@ from ...protocol.commands import Load
 from ...protocol.errors import ErrorCode
 from ...protocol.values import AdapterInfo
 from .adapter_files import WEIGHTS, AdapterFiles, pick_adapter, read_adapter
-from .base import LoadProblem
 from .reasons import short
 
 _WRAPPED = ("linear", "embedding")
@@ -58,9 +57,7 @@ class Adapters:
             # Longer than any tenant, so that none can be named like it.
             self._salts[one.name] = one.identity.ljust(limits.MAX_NAME_CHARS + 1, ".")
             self._try(one, model, make_cache)
-            self.infos.append(
-                AdapterInfo(one.name, one.kind, one.rank, len(places), size, one.name == self._default)
-            )
+            self.infos.append(AdapterInfo(one.name, one.kind, one.rank, len(places), size, one.name == self._default))
 
     def pick(self, asked: str | None) -> str:
         """The adapter of a request, empty for the base model. Raises `Refused`."""
