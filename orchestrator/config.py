@@ -97,6 +97,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     max_kv_size: int | None = None
     rank: int = 0
     size: int = 1
+    adapters: dict[str, str] = {}
+    """Name → directory, relative to the file."""
+    adapter: str = ""
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
 
@@ -171,8 +174,12 @@ def _located(model: ModelConfig, base: Path) -> ModelConfig:
     folder = model.cache_dir
     if folder:
         folder = os.path.normpath(base / os.path.expanduser(folder))
+    adapters = {
+        name: os.path.normpath(base / os.path.expanduser(path)) if path else path
+        for name, path in model.adapters.items()
+    }
     path = os.path.normpath(inside) if is_path else local_path(model.model)
-    return msgspec.structs.replace(model, model=path, cache_dir=folder)
+    return msgspec.structs.replace(model, model=path, cache_dir=folder, adapters=adapters)
 
 
 def _check_ranges(config: Config) -> None:

@@ -52,6 +52,7 @@ class GenerateOptions(TypedDict, total=False):
     cache: bool
     channels: bool
     continue_final: bool
+    adapter: str | None
 
 
 class LoadOptions(TypedDict, total=False):
@@ -78,6 +79,8 @@ class LoadOptions(TypedDict, total=False):
     max_kv_size: int | None
     rank: int
     size: int
+    adapters: Mapping[str, str | os.PathLike[str]]
+    adapter: str
 
 
 GENERATE_OPTIONS: Final = tuple(GenerateOptions.__annotations__)
@@ -111,8 +114,10 @@ def make_load(name: str, model: str | os.PathLike[str], options: LoadOptions) ->
     """The checked command for a load. A local path becomes absolute: the worker has its own directory."""
     fields = _fields(options, LOAD_OPTIONS, "load")
     folder = fields.get("cache_dir")
-    if isinstance(folder, (str, os.PathLike)) and folder:
-        fields["cache_dir"] = os.path.abspath(os.path.expanduser(os.fspath(folder)))
+    if folder is not None:
+        fields["cache_dir"] = _folder(folder)
+    if isinstance(adapters := fields.get("adapters"), Mapping):
+        fields["adapters"] = {name: _folder(folder) for name, folder in adapters.items()}
     load = _through_the_wire(Load, {"name": name, "model": local_path(model), **fields})
     _raise_if(checks.check_load(load))
     return load
@@ -141,6 +146,13 @@ def local_path(model: str | os.PathLike[str]) -> str:
     if model.startswith((".", "/", "~")) or _exists(expanded):
         return os.path.abspath(expanded)
     return model
+
+
+def _folder(path: Any) -> Any:
+    """A folder, absolute. What cannot be one is left to the checks."""
+    if not isinstance(path, (str, os.PathLike)) or not path:
+        return path
+    return os.path.abspath(os.path.expanduser(os.fspath(path)))
 
 
 def _exists(path: str) -> bool:

@@ -161,6 +161,8 @@ class Result:
     """How the model wrote that, marks included."""
     tool_error: str = ""
     """What of it could not be parsed, or names no given tool."""
+    adapter: str = ""
+    """The adapter that served the request. Empty: the base model."""
 
 
 class Assembler:
@@ -327,5 +329,6 @@ class Assembler:
             tool_calls=list(event.tool_calls),
             tool_text=self._texts.tool_calls.whole(),
             tool_error=event.tool_error,
+            adapter=event.adapter,
         )
         self._state = RequestState.CLOSED

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import limits
 from .checks_choice import check_format, check_logprobs
+from .checks_names import check_adapter, check_adapters, check_name
 from .codec import ID_BYTES
 from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
 from .errors import ErrorCode
@@ -83,16 +84,6 @@ def check(command: Command) -> Problem | None:
             return None
 
 
-def check_name(name: str, field: str = "model") -> Problem | None:
-    """A model's name: 1 to 256 printable characters."""
-    if not name or len(name) > limits.MAX_NAME_CHARS or not name.isprintable() or name != name.strip():
-        return _bad(
-            f"{field} must be 1 to {limits.MAX_NAME_CHARS} printable characters without blanks at its ends, "
-            f"got {len(name)} characters: {name[:60]!r}"
-        )
-    return None
-
-
 def check_load(load: Load) -> Problem | None:
     """Ranges of a `Load`."""
     if problem := check_name(load.name, "name"):
@@ -120,7 +111,7 @@ def check_load(load: Load) -> Problem | None:
     for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
         if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
             return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
-    if problem := _check_cache(load) or _check_kv(load):
+    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load):
         return problem
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:
@@ -171,6 +162,7 @@ def check_generate(request: Generate, *, resumed: bool = False) -> Problem | Non
         or check_format(request.response_format)
         or _check_resume(request, resumed)
         or _check_tenant(request)
+        or check_adapter(request)
     )
 
 

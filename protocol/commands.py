@@ -66,6 +66,10 @@ class Load(Command, tag=0x01, frozen=True):
     """Of this worker in a distributed group."""
     size: int = 1
     """Of that group. More than 1 is refused: distributed models are not built yet."""
+    adapters: dict[str, str] = {}
+    """Name → directory of a LoRA or DoRA adapter, as mlx-lm makes them. All are loaded with the model."""
+    adapter: str = ""
+    """The one for requests that name none. Empty: the base model."""
 
 
 class Generate(Command, tag=0x02, frozen=True):
@@ -135,6 +139,8 @@ class Generate(Command, tag=0x02, frozen=True):
     """Set by the orchestrator only: characters of the tool_calls channel already sent."""
     continue_final: bool = False
     """Go on with the last message, which is the assistant's, instead of answering it. The answer is what is new."""
+    adapter: str | None = None
+    """Name of a loaded adapter, or `base`. None: the default of the model's load."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):

@@ -95,6 +95,8 @@ class Done(Event, tag=0x48, frozen=True):
     """What the tool_calls channel asks for, parsed."""
     tool_error: str = ""
     """What of that channel could not be parsed, or names no given tool."""
+    adapter: str = ""
+    """The adapter that served it. Empty: the base model, or nothing did."""
 
 
 class Failed(Event, tag=0x49, frozen=True):

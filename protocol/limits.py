@@ -11,6 +11,8 @@ MAX_FRAME_BYTES: Final = 64 * MIB
 
 MAX_NAME_CHARS: Final = 256
 MAX_PATH_CHARS: Final = 4096
+MAX_ADAPTERS: Final = 64
+"""Of a model."""
 MAX_MESSAGES: Final = 10_000
 MAX_PROMPT_TOKENS: Final = 4 * MIB
 """Ids that `tokens` may hold; the context limit of the model cuts first."""

@@ -133,6 +133,20 @@ class KVCacheInfo(Value, frozen=True):
     max_tokens: int = 0
 
 
+class AdapterInfo(Value, frozen=True):
+    """An adapter in a worker."""
+
+    name: str
+    kind: str
+    """`lora` or `dora`."""
+    rank: int
+    layers: int
+    """Modules of the model that it changes."""
+    bytes: int
+    default: bool = False
+    """It serves the requests that name none."""
+
+
 class TemplateInfo(Value, frozen=True):
     """What is known of the chat template. `format` is chatml, llama3, mistral, custom or generic."""
 
@@ -163,6 +177,7 @@ class WorkerInfo(Value, frozen=True):
     template: TemplateInfo = TemplateInfo()
     versions: dict[str, str] = {}
     kv_cache: KVCacheInfo = KVCacheInfo()
+    adapters: list[AdapterInfo] = []
 
 
 class CacheStats(Value, frozen=True):

@@ -70,6 +70,7 @@ class Emitter:
             chars=request.chars["content"],
             tool_calls=calls,
             tool_error=problem,
+            adapter=request.row.adapter if request.row is not None else "",
         )
         self._post(request.request_id, done)
         log.info(

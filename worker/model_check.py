@@ -66,13 +66,13 @@ def check_model(path: Path) -> None:
 
 def read_config(path: Path) -> dict[str, Any]:
     """`config.json` of a model directory. Raises `LoadProblem`."""
-    return _read_object(path / "config.json")
+    return read_object(path / "config.json")
 
 
 def read_generation_config(path: Path) -> dict[str, Any]:
     """`generation_config.json`, or nothing: the file is optional and often hand-edited."""
     try:
-        return _read_object(path / "generation_config.json")
+        return read_object(path / "generation_config.json")
     except LoadProblem:
         return {}
 
@@ -142,7 +142,7 @@ def _check_shards(path: Path) -> None:
     index = path / "model.safetensors.index.json"
     if not index.exists():
         return
-    weight_map = _read_object(index).get("weight_map")
+    weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise LoadProblem(f"{index} has no weight_map, which names the shards")
     shards = sorted({str(shard) for shard in weight_map.values()})
@@ -169,7 +169,8 @@ def _gguf(where: str) -> str:
     )
 
 
-def _read_object(file: Path) -> dict[str, Any]:
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `LoadProblem`."""
     try:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:

@@ -43,6 +43,8 @@ def test_everything_is_read(tmp_path: Path) -> None:
         context_limit = 2048
         cache_disk_bytes = 1000000
         cache_dir = "prompts"
+        adapters = { legal = "legal", other = "/adapters/other" }
+        adapter = "legal"
         env = { LD_PRELOAD = "libopenblas.so.0" }
         [models."org/hub"]
         model = "org/hub"
@@ -63,6 +65,8 @@ def test_everything_is_read(tmp_path: Path) -> None:
         context_limit=2048,
         cache_disk_bytes=1_000_000,
         cache_dir=str(tmp_path / "prompts"),
+        adapters={"legal": str(tmp_path / "legal"), "other": "/adapters/other"},
+        adapter="legal",
         env={"LD_PRELOAD": "libopenblas.so.0"},
     )
     assert config.models["org/hub"].load("org/hub").model == "org/hub"

@@ -34,6 +34,7 @@ _INFO = v.WorkerInfo(
     ),
     versions={"mlx": "0.32.4"},
     kv_cache=v.KVCacheInfo(bits=8, group_size=64, layers=28, quantised_layers=24, max_tokens=4096),
+    adapters=[v.AdapterInfo(name="legal", kind="dora", rank=8, layers=56, bytes=2**22, default=True)],
 )
 _STATS = v.WorkerStats(
     running=1,
@@ -173,6 +174,8 @@ FULL: tuple[Message, ...] = (
         max_kv_size=4096,
         rank=1,
         size=2,
+        adapters={"legal": "/adapters/legal"},
+        adapter="legal",
     ),
     c.Generate(
         model="tiny",
@@ -211,6 +214,7 @@ FULL: tuple[Message, ...] = (
         resume_reasoning_chars=9,
         resume_tool_chars=10,
         continue_final=True,
+        adapter="legal",
     ),
     c.Cancel(reason="deadline"),
     c.Stats(model="tiny"),
@@ -236,6 +240,7 @@ FULL: tuple[Message, ...] = (
         restarts=1,
         tool_calls=[v.ToolCall(id="call_0", name="get_weather", arguments='{"city": "Brno"}')],
         tool_error="call 2 could not be parsed",
+        adapter="legal",
     ),
     e.Failed(code="worker_crashed", message="SIGABRT", retryable=True, usage=_USAGE, timings=_TIMINGS),
     e.StatsReply(models=[_STATUS], worker=_STATS, daemon={"uptime_s": 3.5}),

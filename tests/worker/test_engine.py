@@ -41,7 +41,8 @@ def open_tiny(architecture: str = "qwen3", **options: Any) -> Engine:
     from mlx_bulkhead.worker.engines.loader import open_engine
 
     options.setdefault("cache_entries", 0)  # what one test computes is not to help another
-    load = Load(name="tiny", model=str(model_directory(architecture)), **options)
+    options.setdefault("model", str(model_directory(architecture)))
+    load = Load(name="tiny", **options)
     return open_engine(load, lambda phase, done, total: None)
 
 

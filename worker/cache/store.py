@@ -100,8 +100,9 @@ class PrefixStore:
 
     def close(self) -> None:
         """Write what is left, and let everything go."""
-        if self._disk is not None:
-            self._disk.close(CLOSE_S)
+        disk, self._disk = self._disk, None  # several engines may share a store
+        if disk is not None:
+            disk.close(CLOSE_S)
         self._memory.clear()
 
 

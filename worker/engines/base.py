@@ -77,6 +77,8 @@ class Row:
     top_logprobs: int = 0
     constrain: Callable[[Sequence[int]], Any] | None = None
     """Makes what keeps the answer in its form: a processor of logits, given what is generated already."""
+    adapter: str = ""
+    """The adapter that computes it. Empty: the base model."""
 
 
 class TokenOut(NamedTuple):

@@ -127,13 +127,16 @@ class Batch:
             live.restart()
         return lives
 
-    def step(self) -> list[StepOut]:
-        """A decode step of all rows that are so far, and a prefill chunk of those that are not."""
+    def step(self, beside: bool = False) -> list[StepOut]:
+        """A decode step of all rows that are so far, and a prefill chunk of those that are not.
+
+        `beside`: rows elsewhere wait for it.
+        """
         decoding = len(self._rows) - len(self._prefilling)
         self._generator.prefill_step_size = chunk_size(
             self._token_seconds,
             prompts=min(len(self._fresh), _PREFILL_ROWS),
-            decoding=decoding > 0,
+            decoding=decoding > 0 or beside,
             decode_seconds=self._decode_seconds,
         )
         began = time.perf_counter()

@@ -58,9 +58,12 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     from ..cache.store import make_store
     from ..memory.caps import apply_caps, measure
     from ..text.templates import describe
+    from .adapters import Adapters
     from .batch import can_batch
+    from .grouped import Groups
     from .kv import KVCaches
     from .live import Facts
+    from .prepare import Preparer
     from .text import TextEngine
 
     config = read_config(path)
@@ -78,6 +81,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     generation = read_generation_config(path)
     caches = KVCaches(model, load)
     vocabulary, filled = _warm_up(path, model, caches.make)
+    adapters = Adapters(model, load, caches.make)
     eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
     store = make_store(load, caps.memory, path, versions, caches.make, filled)
@@ -111,8 +115,12 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         template=describe(tokenizer, load.chat_template is not None),
         versions=versions,
         kv_cache=caches.info,
+        adapters=adapters.infos,
     )
-    return TextEngine(info, facts, tokenizer, caps, store)
+    preparer = Preparer(tokenizer, vocabulary, info.limits.context_tokens, facts.eos)
+    if adapters.infos:
+        return Groups(lambda: TextEngine(info, facts, preparer, caps, store), preparer, adapters)
+    return TextEngine(info, facts, preparer, caps, store)
 
 
 def _import_library(path: Path) -> None:

@@ -20,6 +20,7 @@ from ...protocol.commands import Generate
 from ...protocol.values import CacheStats, Memory, WorkerInfo
 from ..cache.store import PrefixStore
 from ..memory.caps import Caps, measure
+from .adapter_files import pick_adapter
 from .base import Prepared, Row, RowFailed, StepOut, TokenOut
 from .batch import Batch, can_part
 from .live import Facts, Live
@@ -43,13 +44,15 @@ class TextEngine:
     """Implements `base.Engine`."""
 
     def __init__(
-        self, info: WorkerInfo, facts: Facts, tokenizer: Any, caps: Caps, store: PrefixStore | None = None
+        self, info: WorkerInfo, facts: Facts, preparer: Preparer, caps: Caps, store: PrefixStore | None = None
     ) -> None:
         self.info = info
         self._facts = facts
         self._caps = caps
         self._store = store
-        self._preparer = Preparer(tokenizer, facts.vocabulary, info.limits.context_tokens, facts.eos)
+        self._preparer = preparer
+        self.beside = False
+        """Rows of others decode between its steps: its prefill keeps to short chunks for them."""
         self._rows: dict[bytes, Live] = {}
         self._waiting: deque[Live] = deque()
         self._solo = Solo(self._keep)
@@ -64,6 +67,7 @@ class TextEngine:
         self._decode_seconds: float | None = None
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
+        pick_adapter(request.adapter, (), "")
         return self._preparer.prepare(request_id, request)
 
     def insert(self, row: Row) -> None:
@@ -96,7 +100,7 @@ class TextEngine:
         if self._batch is not None and len(self._batch):
             outs += self._step_batch(self._batch)
         elif self._solo.prefilling:
-            outs += self._prefill(self._solo, decoding=False)
+            outs += self._prefill(self._solo, decoding=self.beside)
         elif self._solo.live is not None:
             began = time.perf_counter()
             outs.append(self._solo.decode())
@@ -241,7 +245,7 @@ class TextEngine:
 
     def _step_batch(self, batch: Batch) -> list[StepOut]:
         try:
-            outs = batch.step()
+            outs = batch.step(self.beside)
         except _BATCH_FAULTS:
             _log.exception("this model cannot be batched; its requests are served one after the other from now on")
             self._batch = None

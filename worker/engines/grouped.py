@@ -1,0 +1,94 @@
+"""The engine of a model with adapters: a text engine for each adapter in use, one of which computes at a step.
+
+They share model, prompt cache and tokenizer. Groups that have rows take turns, so none waits for more than a step of
+each of the others.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Final
+
+from ...protocol.commands import Generate
+from ...protocol.values import CacheStats, Memory
+from .adapters import Adapters
+from .base import Prepared, Row, StepOut
+from .prepare import Preparer
+from .text import TextEngine
+
+_REMEMBERED: Final = 2048
+"""Rows of which it is remembered which group served them; more than can run."""
+
+
+class Groups:
+    """Implements `base.Engine`."""
+
+    def __init__(self, make: Callable[[], TextEngine], preparer: Preparer, adapters: Adapters) -> None:
+        """`make` gives engines that share all but their rows."""
+        self._make = make
+        self._preparer = preparer
+        self._adapters = adapters
+        self._base = make()
+        self.info = self._base.info
+        self._engines: OrderedDict[str, TextEngine] = OrderedDict({"": self._base})  # whose turn is next goes first
+        self._where: OrderedDict[bytes, str] = OrderedDict()
+
+    def prepare(self, request_id: bytes, request: Generate) -> Prepared:
+        adapter = self._adapters.pick(request.adapter)
+        prepared = self._preparer.prepare(request_id, request)
+        row = replace(prepared.row, adapter=adapter, salt=self._adapters.salt(adapter, request.tenant))
+        return Prepared(row, prepared.text)
+
+    def insert(self, row: Row) -> None:
+        engine = self._engines.get(row.adapter)
+        if engine is None:
+            engine = self._engines[row.adapter] = self._make()
+        self._where[row.request_id] = row.adapter
+        self._where.move_to_end(row.request_id)
+        while len(self._where) > _REMEMBERED:
+            self._where.popitem(last=False)
+        engine.insert(row)
+
+    def remove(self, request_id: bytes) -> bool:
+        return any(engine.remove(request_id) for engine in self._engines.values())
+
+    def step(self) -> list[StepOut]:
+        name = self._next()
+        if name is None:
+            return []
+        engine = self._engines[name]
+        self._engines.move_to_end(name)
+        engine.beside = any(other.busy for other in self._engines.values() if other is not engine)
+        self._adapters.switch(name)
+        return engine.step()
+
+    @property
+    def busy(self) -> bool:
+        return self._next() is not None
+
+    def next_is_prefill(self) -> bool:
+        name = self._next()
+        return name is not None and self._engines[name].next_is_prefill()
+
+    def engine_for(self, request_id: bytes) -> str:
+        return self._engines[self._where.get(request_id, "")].engine_for(request_id)
+
+    def memory(self) -> Memory:
+        return self._base.memory()
+
+    def cache_stats(self) -> CacheStats:
+        return self._base.cache_stats()
+
+    def tend(self) -> bool:
+        return self._base.tend()
+
+    def close(self) -> None:
+        self._adapters.switch("")
+        for engine in self._engines.values():
+            engine.close()
+
+    def _next(self) -> str | None:
+        """The group whose turn it is."""
+        return next((name for name, engine in self._engines.items() if engine.busy), None)
