@@ -185,7 +185,7 @@ def make_tiny(
     return directory
 
 
-def _train_tokenizer(vocab_size: int) -> Any:
+def _train_tokenizer(vocab_size: int, extra: tuple[str, ...] = ()) -> Any:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -193,6 +193,7 @@ def _train_tokenizer(vocab_size: int) -> Any:
     tokenizer.decoder = decoders.ByteLevel()
     # Markers of thinking and tool calls are ordinary added tokens, as in Qwen: decoding keeps them.
     added = [AddedToken(token, normalized=False, special=token.startswith("<|")) for token in SPECIAL_TOKENS]
+    added += [AddedToken(token, normalized=False, special=True) for token in extra]
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=added,
@@ -210,7 +211,7 @@ def _quiet_ids(tokenizer: Any, vocab_size: int) -> list[int]:
         token = tokenizer.id_to_token(index)
         text = tokenizer.decode([index], skip_special_tokens=False) if token else "\ufffd"
         control = any(unicodedata.category(char) == "Cc" and char not in "\n\t" for char in text)
-        if control or "\ufffd" in text or token in SPECIAL_TOKENS:
+        if control or "\ufffd" in text or token in SPECIAL_TOKENS or not text:
             quiet.append(index)
     return quiet
 
