@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final, Literal, TypeVar, cast
 import msgspec
 from msgspec import Meta
 
-from ..protocol import checks
+from ..protocol import checks, limits
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest
 from .options import LOAD_OPTIONS, LoadOptions, closest, local_path, make_load
@@ -100,6 +100,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     """Name → directory, relative to the file."""
     adapter: str = ""
+    max_images: int = limits.DEFAULT_IMAGES
+    max_image_bytes: int = limits.DEFAULT_IMAGE_BYTES
+    max_image_pixels: int = limits.DEFAULT_IMAGE_PIXELS
+    image_max_side: int | None = None
+    image_dirs: list[str] = []
+    """Relative to the file."""
+    image_urls: bool = False
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
 
@@ -178,8 +185,9 @@ def _located(model: ModelConfig, base: Path) -> ModelConfig:
         name: os.path.normpath(base / os.path.expanduser(path)) if path else path
         for name, path in model.adapters.items()
     }
+    pictures = [os.path.normpath(base / os.path.expanduser(path)) if path else path for path in model.image_dirs]
     path = os.path.normpath(inside) if is_path else local_path(model.model)
-    return msgspec.structs.replace(model, model=path, cache_dir=folder, adapters=adapters)
+    return msgspec.structs.replace(model, model=path, cache_dir=folder, adapters=adapters, image_dirs=pictures)
 
 
 def _check_ranges(config: Config) -> None:

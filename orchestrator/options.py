@@ -53,6 +53,7 @@ class GenerateOptions(TypedDict, total=False):
     channels: bool
     continue_final: bool
     adapter: str | None
+    images: Sequence[Part | Mapping[str, Any] | bytes | os.PathLike[str]]
 
 
 class LoadOptions(TypedDict, total=False):
@@ -81,6 +82,12 @@ class LoadOptions(TypedDict, total=False):
     size: int
     adapters: Mapping[str, str | os.PathLike[str]]
     adapter: str
+    max_images: int
+    max_image_bytes: int
+    max_image_pixels: int
+    image_max_side: int | None
+    image_dirs: Sequence[str | os.PathLike[str]]
+    image_urls: bool
 
 
 GENERATE_OPTIONS: Final = tuple(GenerateOptions.__annotations__)
@@ -103,6 +110,8 @@ def make_generate(model: str, options: GenerateOptions) -> Generate:
     fields = _fields(options, GENERATE_OPTIONS, "generate")
     if fields.get("messages") is not None:
         fields["messages"] = _messages(fields["messages"])
+    if isinstance(images := fields.get("images"), (list, tuple)):
+        fields["images"] = [_picture(image, f"images[{index}]") for index, image in enumerate(images)]
     if isinstance(form := fields.get("response_format"), Mapping):
         fields["response_format"] = _known_keys(form, _FORMAT_KEYS, "response_format")
     request = _through_the_wire(Generate, {"model": model, **fields})
@@ -118,6 +127,8 @@ def make_load(name: str, model: str | os.PathLike[str], options: LoadOptions) ->
         fields["cache_dir"] = _folder(folder)
     if isinstance(adapters := fields.get("adapters"), Mapping):
         fields["adapters"] = {name: _folder(folder) for name, folder in adapters.items()}
+    if isinstance(folders := fields.get("image_dirs"), (list, tuple)):
+        fields["image_dirs"] = [_folder(folder) for folder in folders]
     load = _through_the_wire(Load, {"name": name, "model": local_path(model), **fields})
     _raise_if(checks.check_load(load))
     return load
@@ -243,6 +254,15 @@ def _message(message: Any, where: str) -> Any:
     return fields
 
 
+def _picture(image: Any, where: str) -> Any:
+    """An attached picture: the bytes of its file, a path, or a part."""
+    if isinstance(image, (bytes, bytearray, memoryview)):
+        return {"type": "image", "data": bytes(image)}
+    if isinstance(image, os.PathLike):
+        return _part({"type": "image", "path": image}, where)
+    return _part(image, where)
+
+
 def _part(part: Any, where: str) -> Any:
     if isinstance(part, Part):
         fields = {name: getattr(part, name) for name in _PART_KEYS}
@@ -250,8 +270,8 @@ def _part(part: Any, where: str) -> Any:
         if part.get("type") in _FOREIGN_PARTS:
             raise BadRequest(
                 f"{where}.type {part['type']!r} is another API's; give a text as "
-                '{"type": "text", "text": …}, an image as {"type": "image", "data": bytes} or '
-                '{"type": "image", "path": …}'
+                '{"type": "text", "text": …}, an image as {"type": "image", "data": bytes}, '
+                '{"type": "image", "path": …} or {"type": "image", "url": …}'
             )
         fields = _known_keys(part, _PART_KEYS, where)
     else:

@@ -12,6 +12,7 @@ from typing import Any
 
 from . import limits
 from .checks_choice import check_format, check_logprobs
+from .checks_images import check_image, check_image_limits, check_images
 from .checks_names import check_adapter, check_adapters, check_name
 from .codec import ID_BYTES
 from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
@@ -111,7 +112,7 @@ def check_load(load: Load) -> Problem | None:
     for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
         if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
             return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
-    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load):
+    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load) or check_image_limits(load):
         return problem
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:
@@ -163,6 +164,7 @@ def check_generate(request: Generate, *, resumed: bool = False) -> Problem | Non
         or _check_resume(request, resumed)
         or _check_tenant(request)
         or check_adapter(request)
+        or check_images(request)
     )
 
 
@@ -246,9 +248,7 @@ def _check_part(part: Part, where: str) -> Problem | None:
     if part.type == "text":
         return _bad(f"{where}.text is missing") if part.text is None else None
     if part.type == "image":
-        if (part.data is None) == (part.path is None):
-            return _bad(f"{where} needs exactly one of data (bytes) and path")
-        return None
+        return check_image(part, where)
     return _bad(f"{where}.type must be text or image, got {part.type[:60]!r}")
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from .values import CancelReason, ChatMessage, OnCrash, ResponseFormat
+from . import limits
+from .values import CancelReason, ChatMessage, OnCrash, Part, ResponseFormat
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -70,6 +71,18 @@ class Load(Command, tag=0x01, frozen=True):
     """Name → directory of a LoRA or DoRA adapter, as mlx-lm makes them. All are loaded with the model."""
     adapter: str = ""
     """The one for requests that name none. Empty: the base model."""
+    max_images: int = limits.DEFAULT_IMAGES
+    """Pictures of a request. 0: none."""
+    max_image_bytes: int = limits.DEFAULT_IMAGE_BYTES
+    """Of a picture's file."""
+    max_image_pixels: int = limits.DEFAULT_IMAGE_PIXELS
+    """Width times height, as the file says before it is decoded."""
+    image_max_side: int | None = None
+    """Shrink a picture until its longer side has so many pixels. None: the model's processor decides."""
+    image_dirs: list[str] = []
+    """Directories in which pictures given by path may lie. None given: no paths are taken."""
+    image_urls: bool = False
+    """Fetch pictures given by http or https, from public addresses only."""
 
 
 class Generate(Command, tag=0x02, frozen=True):
@@ -141,6 +154,9 @@ class Generate(Command, tag=0x02, frozen=True):
     """Go on with the last message, which is the assistant's, instead of answering it. The answer is what is new."""
     adapter: str | None = None
     """Name of a loaded adapter, or `base`. None: the default of the model's load."""
+    images: list[Part] = []
+    """Pictures for the `image` parts of the messages that hold none, in their order. If no message has an image
+    part, they go before the text of the last user message."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):

@@ -46,5 +46,15 @@ MIN_REPETITION_PENALTY: Final = 0.01
 DEFAULT_REPETITION_WINDOW: Final = 64
 """Tokens that the repetition penalty looks back over, prompt included."""
 
+DEFAULT_IMAGES: Final = 16
+MAX_IMAGES: Final = 1024
+DEFAULT_IMAGE_BYTES: Final = 20 * MIB
+DEFAULT_IMAGE_PIXELS: Final = 50_000_000
+MAX_IMAGE_PIXELS: Final = 10**9
+MIN_IMAGE_SIDE: Final = 28
+MAX_IMAGE_SIDE: Final = 65_536
+MAX_IMAGE_DIRS: Final = 64
+MAX_URL_CHARS: Final = 4096
+
 SOCKET_PATH_BYTES: Final = 100
 """Unix socket paths stay under this (macOS allows 103 bytes, Linux 107)."""

@@ -31,12 +31,17 @@ FORMATS: dict[str, str | None] = {
 
 
 class Part(Value, frozen=True):
-    """One piece of a message. `type` is `text` (with `text`) or `image` (with `data` or `path`)."""
+    """One piece of a message. `type` is `text` (with `text`) or `image`.
+
+    An image has one of `data` (the bytes of its file), `path` and `url`. With none of them it says where in the
+    messages a picture of `Generate.images` belongs.
+    """
 
     type: str
     text: str | None = None
     data: bytes | None = None
     path: str | None = None
+    url: str | None = None
 
 
 class ChatMessage(Value, frozen=True):

@@ -21,6 +21,7 @@ MODEL_PLACES = (
     "worker/memory/",
     "worker/text/",
     "worker/cache/",
+    "worker/vision/",
     "worker/demo/",
     "worker/demo_model.py",
 )

@@ -79,6 +79,8 @@ class Row:
     """Makes what keeps the answer in its form: a processor of logits, given what is generated already."""
     adapter: str = ""
     """The adapter that computes it. Empty: the base model."""
+    media: Any = None
+    """Its pictures, a `sight.Media`; their tokens are in `prompt`. None: text only."""
 
 
 class TokenOut(NamedTuple):

@@ -26,6 +26,8 @@ class Facts:
     """Never generated."""
     spared: tuple[int, ...] = ()
     """Never left out by XTC: ends of an answer and of a line."""
+    sight: Any = None
+    """A `sight.Sight`: the model takes pictures. Its rows are prefilled one at a time."""
 
 
 class Live:
@@ -34,7 +36,7 @@ class Live:
     `ids` holds prompt, emitted and generated tokens. The first `cached` of them are in the row's cache.
     """
 
-    __slots__ = ("cache", "cached", "caching", "chooser", "facts", "hit", "ids", "left", "marks", "row", "start")
+    __slots__ = ("cache", "cached", "caching", "chooser", "facts", "features", "hit", "ids", "left", "marks", "row", "start")
 
     def __init__(self, row: Row, facts: Facts) -> None:
         self.row = row
@@ -48,9 +50,16 @@ class Live:
         """Whether it takes part in the prompt cache, and there is one."""
         self.hit = 0
         """Tokens that came from the prompt cache."""
+        self.features: Any = None
+        """What the vision tower made of its pictures, while these are prefilled."""
         self.marks: list[tuple[int, bool]] = []
         """Where its prefill stops for a copy of its cache, and whether that goes to disk."""
         self.chooser: Chooser = self._choose(row.emitted)
+
+    def keys(self) -> list[int]:
+        """The ids under which the prompt cache knows it: those of pictures stand for their content."""
+        media = self.row.media
+        return self.ids if media is None else [*media.keys, *self.ids[len(media.keys) :]]
 
     @property
     def prefilling(self) -> bool:
@@ -88,7 +97,7 @@ class Live:
 
     def restart(self) -> None:
         """Forget cache and chooser; a new chooser goes on at the same position."""
-        self.cache, self.cached, self.hit, self.marks = None, 0, 0, []
+        self.cache, self.cached, self.hit, self.marks, self.features = None, 0, 0, [], None
         self.rechoose()
 
     def rechoose(self) -> None:

@@ -65,9 +65,14 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     from .live import Facts
     from .prepare import Preparer
     from .text import TextEngine
+    from .vision import check_options, is_vision, load_vision
 
     config = read_config(path)
-    _check_architecture(path, config, load.trust_remote_code)
+    seeing = is_vision(path, config)
+    if seeing:
+        check_options(load)
+    else:
+        _check_architecture(path, config, load.trust_remote_code)
     if load.size > 1:
         raise LoadProblem(
             f"rank {load.rank} of {load.size}: distributed models are not built yet; load it with size 1",
@@ -77,24 +82,30 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     memory_before = measure()
     report("tokenizer", 0, 0)
     tokenizer = _load_tokenizer(path, load)  # first, since it fails sooner than a large model loads
-    model = _load_weights(path, load.trust_remote_code, report)
+    if seeing:
+        model = sight = load_vision(path, load, report)
+    else:
+        model, sight = _load_weights(path, load.trust_remote_code, report), None
     generation = read_generation_config(path)
     caches = KVCaches(model, load)
     vocabulary, filled = _warm_up(path, model, caches.make)
     adapters = Adapters(model, load, caches.make)
     eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
-    store = make_store(load, caps.memory, path, versions, caches.make, filled)
+    kept = caches.make if sight is None else (lambda: list(sight.bare(caches.make())))
+    filled = filled if sight is None else sight.bare(filled)
+    store = make_store(load, caps.memory, path, versions, kept, filled)
     facts = Facts(
         model=model,
         vocabulary=vocabulary,
         eos=eos,
         make_cache=caches.make,
         spared=tuple(sorted(t for t in eos | _newline(tokenizer) if 0 <= t < vocabulary)),
+        sight=sight,
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
     info = WorkerInfo(
-        engine="text",
+        engine="vision" if seeing else "text",
         model_type=config["model_type"],
         backend=caps.backend,
         vocab_size=vocabulary,
@@ -117,6 +128,14 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         kv_cache=caches.info,
         adapters=adapters.infos,
     )
+    if sight is not None:
+        from ..vision.prepare import VisionPreparer
+        from ..vision.sources import ImageLimits
+
+        preparer = VisionPreparer(
+            tokenizer, vocabulary, info.limits.context_tokens, facts.eos, sight, ImageLimits.of(load)
+        )
+        return TextEngine(info, facts, preparer, caps, store)
     preparer = Preparer(tokenizer, vocabulary, info.limits.context_tokens, facts.eos)
     if adapters.infos:
         return Groups(lambda: TextEngine(info, facts, preparer, caps, store), preparer, adapters)

@@ -88,6 +88,9 @@ class Preparer:
 
     def _prompt(self, request: Generate) -> list[int]:
         if request.messages is not None:
+            if request.images:
+                count = len(request.images)
+                raise Refused(ErrorCode.UNSUPPORTED, f"the request has {count} images; this model takes text only")
             self._bound.check_messages(request.messages, request.tools, request.template_args)
             prompt = encode_messages(
                 self._tokenizer,
@@ -103,6 +106,9 @@ class Preparer:
             text = request.prompt or ""
             self._bound.check(text)
             prompt = encode_prompt(self._tokenizer, text)
+        return self._checked(prompt)
+
+    def _checked(self, prompt: list[int]) -> list[int]:
         if not prompt:
             raise Refused(ErrorCode.BAD_REQUEST, "the prompt encodes to no tokens")
         largest, smallest = max(prompt), min(prompt)

@@ -5,9 +5,12 @@ The operations on the logits are those of mlx-lm's `generate_step`, so greedy to
 
 from __future__ import annotations
 
+import traceback
+
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from ..faults import is_out_of_memory, say
 from .base import PrefillOut, RowFailed, TokenOut
 from .live import Keep, Live
 
@@ -40,7 +43,7 @@ class Solo:
         """Forget the row. What is still being computed for it is discarded."""
         self.live, self._pending, self._logprobs = None, None, None
 
-    def prefill(self, chunk: int) -> PrefillOut:
+    def prefill(self, chunk: int) -> PrefillOut | RowFailed:
         """Process a chunk of the prompt; with the last one, start on the first token."""
         live = self._row()
         ids, total = live.ids, len(live.ids)
@@ -49,7 +52,13 @@ class Solo:
                 end = min(live.cached + chunk, total - 1)
                 if live.marks and live.marks[0][0] > live.cached:
                     end = min(end, live.marks[0][0])
-                live.facts.model(mx.array([ids[live.cached : end]]), cache=live.cache)
+                if live.facts.sight is None:
+                    live.facts.model(mx.array([ids[live.cached : end]]), cache=live.cache)
+                else:
+                    try:
+                        end = live.facts.sight.advance(live, end)
+                    except Exception as error:
+                        return self._blind(live, error)
                 mx.eval([layer.state for layer in live.cache or ()])
                 live.cached = end
                 mx.clear_cache()
@@ -101,6 +110,14 @@ class Solo:
             return following, logprobs
         mx.async_eval(following)
         return following, None
+
+    def _blind(self, live: Live, error: Exception) -> RowFailed:
+        """The pictures of a row could not be taken in. That is its own fault, but for a lack of memory."""
+        if is_out_of_memory(error) or live.row.media is None:
+            raise error
+        traceback.print_exception(error)
+        self.drop()
+        return RowFailed(live.row.request_id, f"the model failed on the images: {say(error)}")
 
     def _row(self) -> Live:
         assert self.live is not None, "no row here"

@@ -75,7 +75,7 @@ class TextEngine:
         live.caching = row.caching and self._store is not None
         self._rows[row.request_id] = live
         self._waiting.append(live)
-        self._note(live, "text")
+        self._note(live, self.info.engine)
 
     def remove(self, request_id: bytes) -> bool:
         live = self._rows.pop(request_id, None)
@@ -121,7 +121,7 @@ class TextEngine:
         return bool(self._waiting) or self._solo.prefilling or self._guest.live is not None or in_batch
 
     def engine_for(self, request_id: bytes) -> str:
-        return self._served.get(request_id, "text")
+        return self._served.get(request_id, self.info.engine)
 
     def memory(self) -> Memory:
         return measure()
@@ -151,6 +151,9 @@ class TextEngine:
         if not self._waiting:
             return []
         batch, solo = self._batch, self._solo
+        if batch is not None and self._facts.sight is not None:
+            self._place_one(batch)
+            return []
         if batch is None:
             if solo.live is None:
                 live = self._waiting.popleft()
@@ -173,6 +176,15 @@ class TextEngine:
             newcomers.insert(0, guest)
         return self._join(batch, newcomers)
 
+    def _place_one(self, batch: Batch) -> None:
+        """Prompts with pictures are prefilled alone, whatever their company; so here only one starts at a time."""
+        alone = self._solo.live is None and not len(batch)
+        if self._guest.live is not None or self._solo.prefilling or batch.prefilling:
+            return
+        live = self._waiting.popleft()
+        self._fetch(live)
+        (self._solo if alone else self._guest).start(live)
+
     def _join(self, batch: Batch, newcomers: list[Live]) -> list[StepOut]:
         """Move newcomers, and the solo row if there is one, into the batch, with what is in their caches."""
         outs: list[StepOut] = []
@@ -187,7 +199,7 @@ class TextEngine:
             self._solo.start(newcomers[0])  # the solo row has just ended
             return outs
         for one in newcomers:
-            self._note(one, "batch")
+            self._note(one, "batch" if self._facts.sight is None else "vision_batch")
         batch.insert(newcomers)
         return outs
 
@@ -212,7 +224,9 @@ class TextEngine:
         if store is None or not live.caching or live.cache is not None:
             return
         try:
-            live.cache, live.cached = store.fetch(live.row.salt, live.ids)
+            live.cache, live.cached = store.fetch(live.row.salt, live.keys())
+            if live.cache is not None and self._facts.sight is not None:
+                live.cache = self._facts.sight.dressed(live.cache)
             live.marks = store.marks(live.cached, len(live.ids))
         except _BATCH_FAULTS:
             _log.exception("the prompt cache failed; the prompt is computed")
@@ -224,7 +238,9 @@ class TextEngine:
         if self._store is None or not live.caching:
             return
         try:
-            self._store.keep(live.row.salt, live.ids[:tokens], cache, copy=copy, durable=durable)
+            if cache is not None and self._facts.sight is not None:
+                cache = self._facts.sight.bare(cache)
+            self._store.keep(live.row.salt, live.keys()[:tokens], cache, copy=copy, durable=durable)
         except _BATCH_FAULTS:
             _log.exception("a prefix could not be kept")
 
@@ -237,6 +253,8 @@ class TextEngine:
         before = live.cached
         began = time.perf_counter()
         out = solo.prefill(chunk)
+        if isinstance(out, RowFailed):
+            return [out]
         if live.cached - before > 1:
             per_token = (time.perf_counter() - began) / (live.cached - before)
             self._token_seconds = smooth(self._token_seconds, per_token)
@@ -254,7 +272,7 @@ class TextEngine:
                 guest.restart()
                 self._waiting.appendleft(guest)
             for live in reversed(batch.surrender()):
-                self._note(live, "text")
+                self._note(live, self.info.engine)
                 self._waiting.appendleft(live)
             return self.step()
         if not batch.prefilling:
@@ -264,7 +282,7 @@ class TextEngine:
         if live is not None and self._alone >= _STEPS_ALONE and live.left >= _TOKENS_WORTH_IT:
             self._alone = 0
             batch.part(live)
-            self._note(live, "text")
+            self._note(live, self.info.engine)
             self._solo.start(live)
         return outs
 

@@ -81,12 +81,14 @@ def render(
     template_args: dict[str, Any] | None = None,
     *,
     continue_final: bool = False,
+    images: bool = False,
 ) -> str:
     """Text of a chat, ready for the assistant's answer. Raises `Refused`.
 
     With `continue_final` the text ends where the last message does, so that the answer goes on with it.
+    With `images`, parts that are images stay in the turns.
     """
-    turns = [as_dict(message, index) for index, message in enumerate(messages)]
+    turns = [as_dict(message, index, images) for index, message in enumerate(messages)]
     if not tokenizer.has_chat_template:
         if tools:
             raise Refused(ErrorCode.UNSUPPORTED, "this model has no chat template, so it cannot use tools")

@@ -58,10 +58,12 @@ def _one_call_a_turn(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return out
 
 
-def as_dict(message: ChatMessage, index: int) -> dict[str, Any]:
-    """A message as templates read it. Raises `Refused` for what is not text."""
-    content = message.content
-    if isinstance(content, list):
+def as_dict(message: ChatMessage, index: int, images: bool = False) -> dict[str, Any]:
+    """A message as templates read it. Raises `Refused` for what is not text, unless images may be."""
+    content: Any = message.content
+    if images and isinstance(content, list) and any(part.type == "image" for part in content):
+        content = [{"type": "image"} if p.type == "image" else {"type": "text", "text": p.text} for p in content]
+    elif isinstance(content, list):
         for number, part in enumerate(content):
             if part.type != "text":
                 raise Refused(
