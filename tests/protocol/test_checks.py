@@ -183,14 +183,6 @@ BAD_INPUTS: dict[str, tuple[Generate, str]] = {
         chat(user([Part(type="text")])),
         r"messages\[0\].content\[0\].text is missing",
     ),
-    "image part without image": (
-        chat(user([Part(type="text", text="x"), Part(type="image")])),
-        r"messages\[0\].content\[1\] needs exactly one of data \(bytes\) and path",
-    ),
-    "image part with both": (
-        chat(user([Part(type="image", data=b"x", path="x")])),
-        "exactly one of data",
-    ),
     "tools without messages": (generate(prompt="x", tools=[{"type": "function"}]), "tools need messages"),
     "template_args without messages": (generate(tokens=[1], template_args={"a": 1}), "need messages"),
     "empty stop": (generate(stop=""), r"stop\[0\] must be 1 to 1024 characters, got 0"),

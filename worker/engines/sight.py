@@ -127,9 +127,11 @@ class Sight:
         """A row's caches as they are kept: without what depends on the row."""
         return cache[:-1] if self._turns else cache
 
-    def dressed(self, cache: list[Any]) -> list[Any]:
-        """Kept caches, for a row."""
-        return [*cache, _shift(mx.zeros((1, 1), mx.int32))] if self._turns else cache
+    def dressed(self, cache: list[Any], media: Media | None) -> list[Any]:
+        """Kept caches, for a row with these pictures."""
+        if not self._turns:
+            return cache
+        return [*cache, _shift(mx.zeros((1, 1), mx.int32) if media is None else media.delta)]
 
     def advance(self, live: Live, end: int) -> int:
         """Prefill a row's tokens up to `end`, or less far; gives where. Raises what the model raises."""

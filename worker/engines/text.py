@@ -226,7 +226,7 @@ class TextEngine:
         try:
             live.cache, live.cached = store.fetch(live.row.salt, live.keys())
             if live.cache is not None and self._facts.sight is not None:
-                live.cache = self._facts.sight.dressed(live.cache)
+                live.cache = self._facts.sight.dressed(live.cache, live.row.media)
             live.marks = store.marks(live.cached, len(live.ids))
         except _BATCH_FAULTS:
             _log.exception("the prompt cache failed; the prompt is computed")

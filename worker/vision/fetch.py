@@ -22,6 +22,8 @@ SECONDS: Final = 10.0
 """For one picture, redirects included. The worker's streams pause meanwhile."""
 REDIRECTS: Final = 3
 _BLOCK: Final = 64 * 1024
+_NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
+"""Addresses that stand for those of IPv4."""
 _MOVED: Final = (301, 302, 303, 307, 308)
 
 Allowed = Callable[[str], bool]
@@ -35,6 +37,8 @@ def is_public(address: str) -> bool:
     except ValueError:
         return False
     mapped = getattr(ip, "ipv4_mapped", None) or getattr(ip, "sixtofour", None)
+    if ip in _NAT64:
+        mapped = ipaddress.IPv4Address(int(ip) & 0xFFFF_FFFF)
     if mapped is not None:
         return is_public(str(mapped))
     return ip.is_global and not ip.is_multicast

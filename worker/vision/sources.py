@@ -94,17 +94,19 @@ def _read_path(path: str, where: str, limits: ImageLimits) -> bytes:
         descriptor = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
         raise Refused(ErrorCode.BAD_REQUEST, f"{where}: cannot read {path}: {error.strerror or error}") from None
-    with open(descriptor, "rb") as stream:
-        try:
-            status = os.fstat(stream.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
-                raise Refused(ErrorCode.BAD_REQUEST, f"{where}: {path} is {kind}; an image is a file")
-            if status.st_size > limits.size:
-                raise too_large(where, f"{status.st_size}", limits.size)
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "a directory" if stat.S_ISDIR(status.st_mode) else "no regular file"
+            raise Refused(ErrorCode.BAD_REQUEST, f"{where}: {path} is {kind}; an image is a file")
+        if status.st_size > limits.size:
+            raise too_large(where, f"{status.st_size}", limits.size)
+        with open(descriptor, "rb", closefd=False) as stream:
             data = stream.read(limits.size + 1)
-        except OSError as error:
-            raise Refused(ErrorCode.BAD_REQUEST, f"{where}: cannot read {path}: {error.strerror or error}") from None
+    except OSError as error:
+        raise Refused(ErrorCode.BAD_REQUEST, f"{where}: cannot read {path}: {error.strerror or error}") from None
+    finally:
+        os.close(descriptor)
     if len(data) > limits.size:
         raise too_large(where, f"over {limits.size}", limits.size)
     return data

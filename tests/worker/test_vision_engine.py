@@ -1,0 +1,300 @@
+"""Vision models of four families: greedy tokens are mlx-vlm's, alone, in company, from the cache and after a resume."""
+
+from __future__ import annotations
+
+import atexit
+import io
+import shutil
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlx_bulkhead.protocol.commands import Generate, Load
+from mlx_bulkhead.protocol.errors import ErrorCode
+from mlx_bulkhead.protocol.values import ChatMessage, Part
+from mlx_bulkhead.worker.engines.base import Engine, LoadProblem, PrefillOut, Refused, RowFailed, TokenOut
+from PIL import Image
+
+from tests.support.tiny_vlms import FAMILIES, make_tiny_vlm
+
+TOKENS = 16
+
+
+def png(picture: Image.Image) -> bytes:
+    stream = io.BytesIO()
+    picture.save(stream, "PNG")
+    return stream.getvalue()
+
+
+@cache
+def picture(name: str) -> Image.Image:
+    """`red` and `blue` differ everywhere; `dot` differs from `red` in a few pixels."""
+    made = Image.new("RGB", (80, 60), {"blue": (0, 60, 255)}.get(name, (255, 0, 0)))
+    if name == "dot":
+        made.paste((0, 255, 0), (20, 20, 44, 44))
+    return made
+
+
+@cache
+def vlm_directory(family: str) -> Path:
+    directory = Path(tempfile.mkdtemp(prefix="bh-vlm-"))
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return make_tiny_vlm(directory / family, family=family)
+
+
+def open_vlm(family: str = "qwen2_vl", **options: Any) -> Engine:
+    from mlx_bulkhead.worker.engines.loader import open_engine
+
+    options.setdefault("cache_entries", 0)
+    load = Load(name="tiny", model=str(vlm_directory(family)), **options)
+    return open_engine(load, lambda phase, done, total: None)
+
+
+@cache
+def shared_vlm(family: str = "qwen2_vl") -> Engine:
+    return open_vlm(family)
+
+
+def ask(text: str, *names: str, **fields: Any) -> Generate:
+    images = [Part("image", data=png(picture(name))) for name in names]
+    fields.setdefault("max_tokens", TOKENS)
+    return Generate("tiny", messages=[ChatMessage("user", text)], images=images, **fields)
+
+
+def play(engine: Engine, *requests: Generate) -> list[list[int]]:
+    """Serve requests together, to their ends."""
+    rows: dict[bytes, list[int]] = {}
+    for index, request in enumerate(requests):
+        prepared = engine.prepare(bytes([index]) * 16, request)
+        rows[prepared.row.request_id] = []
+        engine.insert(prepared.row)
+    while engine.busy:
+        for out in engine.step():
+            assert not isinstance(out, RowFailed), out
+            if isinstance(out, TokenOut):
+                rows[out.request_id].append(out.token)
+    return list(rows.values())
+
+
+@cache
+def expected(family: str, text: str, *names: str) -> tuple[int, ...]:
+    """mlx-vlm's own greedy tokens."""
+    from mlx_vlm import load, stream_generate
+    from tqdm import tqdm
+
+    tqdm.monitor_interval = 0  # its thread would count as a leak
+    model, processor = load(str(vlm_directory(family)))
+    renderer: Any = processor if getattr(processor, "chat_template", None) else processor.tokenizer
+    parts = [*({"type": "image"} for _ in names), {"type": "text", "text": text}]
+    prompt = renderer.apply_chat_template(
+        [{"role": "user", "content": parts}], add_generation_prompt=True, tokenize=False
+    )
+    pictures: Any = [picture(name) for name in names]
+    results = stream_generate(model, processor, prompt, pictures, max_tokens=TOKENS, temperature=0.0)
+    return tuple(int(result.token) for result in results)[:TOKENS]  # type: ignore[arg-type]
+
+
+CASES: tuple[tuple[str, ...], ...] = (
+    ("What is this?", "red"),
+    ("What is this?", "blue"),
+    ("What is this?", "dot"),
+    ("Which is larger?", "red", "blue"),
+    ("Please describe the weather.",),
+)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_the_library(family: str) -> None:
+    found = [tuple(play(shared_vlm(family), ask(*case))[0]) for case in CASES]
+    assert found == [expected(family, *case) for case in CASES]
+    assert len(set(found)) == len(CASES)  # every picture changes the answer
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_pictures_and_text_together_are_as_alone(family: str) -> None:
+    """Four requests with pictures and four without, in a batch."""
+    cases = [CASES[0], CASES[4], CASES[1], ("total",), CASES[2], ("1234",), CASES[3], ("river " * 40,)]
+    engine = shared_vlm(family)
+    together = play(engine, *(ask(*case) for case in cases))
+    assert engine.engine_for(bytes(16)) == "vision_batch"
+    assert together == [play(engine, ask(*case))[0] for case in cases]
+    assert engine.engine_for(bytes(16)) == "vision"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_prompt_cache_knows_pictures_by_content(family: str) -> None:
+    engine = open_vlm(family, cache_entries=16)
+    try:
+        first = play(engine, ask("What is this?", "red"))
+        prefix = engine.prepare(b"x" * 16, ask("Which colour?", "red")).row
+        media = prefix.media
+        hit = _cached(engine, ask("Which colour?", "red"))
+        if family == "gemma3":  # its windows cannot be cut back: it is used at its checkpoints only
+            assert _cached(engine, ask("What is this?", "red")) > media.end
+        else:
+            assert hit >= media.end
+            assert play(engine, ask("What is this?", "red")) == first
+        assert _cached(engine, ask("What is this?", "dot")) < media.end
+        assert _cached(engine, ask("What is this?", "red", tenant="other")) == 0
+        assert tuple(play(engine, ask("What is this?", "red"))[0]) == expected(family, "What is this?", "red")
+        assert tuple(play(engine, ask("What is this?", "dot"))[0]) == expected(family, "What is this?", "dot")
+    finally:
+        engine.close()
+
+
+def _cached(engine: Engine, request: Generate) -> int:
+    """Tokens of a request's prompt that come from the cache."""
+    row = engine.prepare(b"c" * 16, request).row
+    engine.insert(row)
+    found = 0
+    while engine.busy:
+        for out in engine.step():
+            if isinstance(out, PrefillOut):
+                found = out.cached
+    return found
+
+
+def test_a_longer_chat_finds_the_first_picture() -> None:
+    engine = open_vlm(cache_entries=16)
+    try:
+        play(engine, ask("What is this?", "red"))
+        one = [Part("image", data=png(picture("red"))), Part("text", "What is this?")]
+        more = [Part("image", data=png(picture("blue"))), Part("text", "And this?")]
+        chat = [ChatMessage("user", one), ChatMessage("assistant", "red"), ChatMessage("user", more)]
+        request = Generate("tiny", messages=chat, max_tokens=TOKENS)
+        end = engine.prepare(b"y" * 16, ask("What is this?", "red")).row.media.end
+        assert _cached(engine, request) > end
+        assert play(engine, request) == play(shared_vlm(), request)
+    finally:
+        engine.close()
+
+
+def test_a_hit_does_not_look_at_the_picture_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = open_vlm(cache_entries=16)
+    try:
+        play(engine, ask("What is this?", "red"))
+        sight = engine._facts.sight
+        looks: list[Any] = []
+        monkeypatch.setattr(type(sight), "_look", lambda self, media: looks.append(media))
+        assert len(play(engine, ask("Which colour?", "red"))[0]) == TOKENS
+        assert not looks
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+def test_a_resumed_answer_goes_on(family: str) -> None:
+    engine = shared_vlm(family)
+    whole = play(engine, ask("What is this?", "red"))[0]
+    rest = play(engine, ask("What is this?", "red", resume_tokens=whole[:7]))[0]
+    assert rest == whole[7:]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0.9, "seed": 7}, {"repetition_penalty": 1.3}])
+def test_sampling_is_that_of_text(options: dict[str, Any]) -> None:
+    """Equal alone and in company, for equal seeds."""
+    engine = shared_vlm()
+    alone = play(engine, ask("What is this?", "red", **options))[0]
+    company = play(engine, ask("total"), ask("What is this?", "red", **options), ask("What is this?", "blue"))
+    assert company[1] == alone
+
+
+def test_cancelled_between_chunks() -> None:
+    engine = shared_vlm()
+    row = engine.prepare(b"z" * 16, ask("river " * 300, "red")).row
+    engine.insert(row)
+    engine.step()
+    assert engine.remove(row.request_id)
+    assert not engine.busy
+    assert tuple(play(engine, ask("What is this?", "red"))[0]) == expected("qwen2_vl", "What is this?", "red")
+
+
+def test_a_failing_tower_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine: Any = shared_vlm()
+    sight = engine._facts.sight
+    good = type(sight)._look
+
+    def look(self: Any, media: Any) -> Any:
+        if media.keys == bad.media.keys:
+            raise ValueError("no such patch")
+        return good(self, media)
+
+    rows = [engine.prepare(bytes([n]) * 16, ask("What is this?", name)).row for n, name in enumerate(("red", "blue"))]
+    bad = rows[1]
+    monkeypatch.setattr(type(sight), "_look", look)
+    for row in rows:
+        engine.insert(row)
+    outs = _all(engine)
+    assert [out.message for out in outs if isinstance(out, RowFailed)] == [
+        "the model failed on the images: ValueError: no such patch"
+    ]
+    tokens = [out.token for out in outs if isinstance(out, TokenOut)]
+    assert tuple(tokens) == expected("qwen2_vl", "What is this?", "red")
+
+
+def _all(engine: Engine) -> Sequence[Any]:
+    outs: list[Any] = []
+    while engine.busy:
+        outs += engine.step()
+    return outs
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"kv_bits": 8}, "kv_bits cannot be used with a vision model"),
+        ({"max_kv_size": 64}, "max_kv_size cannot be used with a vision model"),
+        ({"adapters": {"a": "/a"}}, "adapters cannot be used with a vision model"),
+    ],
+)
+def test_options_that_it_does_not_have(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(LoadProblem, match=words) as caught:
+        open_vlm(**options)
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_deterministic_decodes_one_by_one() -> None:
+    engine = open_vlm(deterministic=True)
+    try:
+        assert engine.info.limits.max_running == 1
+        assert tuple(play(engine, ask("What is this?", "red"))[0]) == expected("qwen2_vl", "What is this?", "red")
+    finally:
+        engine.close()
+
+
+def test_users_words_are_no_picture() -> None:
+    """The mark of a picture in a text asks for a picture that is not there."""
+    with pytest.raises(Refused) as caught:
+        shared_vlm().prepare(b"a" * 16, ask("what is <|image_pad|> ?", "red"))
+    assert caught.value.code is ErrorCode.BAD_REQUEST
+
+
+def test_a_text_only_model_refuses_pictures(tiny_model: Path) -> None:
+    from mlx_bulkhead.worker.engines.loader import open_engine
+
+    engine = open_engine(Load(name="tiny", model=str(tiny_model)), lambda phase, done, total: None)
+    try:
+        for request in (
+            ask("What is this?", "red"),
+            Generate("tiny", messages=[ChatMessage("user", [Part("image", data=b"x"), Part("text", "what?")])]),
+        ):
+            with pytest.raises(Refused, match="this model takes text only") as caught:
+                engine.prepare(b"a" * 16, request)
+            assert caught.value.code is ErrorCode.UNSUPPORTED
+        assert len(play(engine, ask("total"))[0]) == TOKENS
+    finally:
+        engine.close()
+
+
+def test_a_conversion_to_text_only_is_a_text_model(tmp_path: Path, tiny_model: Path) -> None:
+    """It may keep the configuration of its tower, but has no weights for it."""
+    import json
+
+    from mlx_bulkhead.worker.engines.vision import is_vision
+
+    config = json.loads((tiny_model / "config.json").read_text())
+    assert not is_vision(tiny_model, {**config, "vision_config": {"depth": 2}})
+    assert is_vision(vlm_directory("qwen2_vl"), json.loads((vlm_directory("qwen2_vl") / "config.json").read_text()))
