@@ -22,6 +22,10 @@ def load(
     max_queued: Annotated[int | None, typer.Option(help="Requests that may wait behind them.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="One request at a time.")] = False,
+    image_dir: Annotated[
+        list[str] | None, typer.Option(metavar="DIR", help="Where pictures given by path may lie; repeatable.")
+    ] = None,
+    image_urls: Annotated[bool, typer.Option("--image-urls", help="Fetch pictures given by URL.")] = False,
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the worker; repeatable.")] = None,
     json: Json = False,
     run_dir: RunDir = None,
@@ -35,6 +39,8 @@ def load(
         "memory_limit": memory_limit,
         "trust_remote_code": trust_remote_code,
         "deterministic": deterministic,
+        "image_dirs": image_dir or [],
+        "image_urls": image_urls,
         "env": _pairs(env or []),
     }
     if max_running is not None:

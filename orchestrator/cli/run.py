@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,9 @@ def run(
     temperature: Temperature = None,
     seed: Seed = None,
     system: System = None,
+    image: Annotated[
+        list[Path] | None, typer.Option("--image", metavar="FILE", help="A picture for the prompt; repeatable.")
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     json: Json = False,
     run_dir: RunDir = None,
@@ -38,6 +42,8 @@ def run(
     """Answer one prompt: text on stdout as it comes, usage and timings on stderr."""
     if raw and system is not None:
         raise BadRequest("--raw takes no --system: there is no template to put it in")
+    if raw and image:
+        raise BadRequest("--raw takes no --image: the chat template says where a picture stands")
     text = sys.stdin.read() if prompt == "-" else prompt
     turns = [{"role": "system", "content": system}] if system is not None else []
     options: GenerateOptions = {
@@ -46,6 +52,7 @@ def run(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
+        "images": [_read(file) for file in image or []],
     }
     with serving(model, run_dir) as (client, name), client.generate(name, **options) as stream:
         result = show_answer(stream, text=not json)
@@ -54,3 +61,11 @@ def run(
     else:
         note(summary(result))
     return CliExit.OK
+
+
+def _read(file: Path) -> bytes:
+    """A picture's bytes: read here, with the rights of whoever asks, so that the daemon needs none."""
+    try:
+        return file.expanduser().read_bytes()
+    except OSError as error:
+        raise BadRequest(f"--image: cannot read {file}: {error.strerror or error}") from None

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from ...protocol.commands import Generate
 from ...protocol.values import ChatMessage, Part
-
-MEDIA_TYPES = ("image", "image_url", "input_image")
 
 
 def has_images(request: Generate) -> bool:
@@ -50,14 +47,3 @@ def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[Part]:
 
 def _is_place(part: Part) -> bool:
     return part.data is part.path is part.url is None
-
-
-def count_media(value: Any) -> int:
-    """Structured image parts in turns, at any depth, whatever the case of their type."""
-    if isinstance(value, Mapping):
-        kind = value.get("type")
-        own = isinstance(kind, str) and kind.lower() in MEDIA_TYPES
-        return int(own) + sum(count_media(item) for item in value.values())
-    if isinstance(value, (list, tuple)):
-        return sum(count_media(item) for item in value)
-    return 0

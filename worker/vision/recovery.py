@@ -22,7 +22,8 @@ from typing import Any
 
 from ...protocol.errors import ErrorCode
 from ..engines.base import Refused
-from .places import MEDIA_TYPES
+
+MEDIA_TYPES = ("image", "image_url", "input_image")
 
 
 @dataclass(frozen=True, slots=True)
