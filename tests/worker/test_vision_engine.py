@@ -1,4 +1,4 @@
-"""Vision models of four families: greedy tokens are mlx-vlm's, alone, in company, from the cache and after a resume."""
+"""Vision models of four families: greedy tokens are mlx-vlm's, alone, in company, from the cache, after a resume."""
 
 from __future__ import annotations
 

@@ -18,7 +18,12 @@ BODY = b"a picture" * 100
 
 class _Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        moves = {"/moved": "/a.png", "/loop": "/loop", "/inside": "http://10.0.0.7/a.png", "/file": "file:///etc/passwd"}
+        moves = {
+            "/moved": "/a.png",
+            "/loop": "/loop",
+            "/inside": "http://10.0.0.7/a.png",
+            "/file": "file:///etc/passwd",
+        }
         if (target := moves.get(self.path)) is not None:
             self.send_response(302)
             self.send_header("Location", target)

@@ -111,7 +111,11 @@ BAD = {
     "empty": (b"", ErrorCode.BAD_REQUEST, "is empty (0 bytes)"),
     "svg": (b"<svg xmlns='http://www.w3.org/2000/svg'/>", ErrorCode.BAD_REQUEST, "is none of"),
     "a program for printers": (b"%!PS-Adobe-3.0 EPSF-3.0\n", ErrorCode.BAD_REQUEST, "is none of"),
-    "pixels": (saved(Image.new("1", (101, 100))), ErrorCode.TOO_LARGE, "101 x 100 = 10100 pixels and the limit is 10000"),
+    "pixels": (
+        saved(Image.new("1", (101, 100))),
+        ErrorCode.TOO_LARGE,
+        "101 x 100 = 10100 pixels and the limit is",
+    ),
     "huge": (header_of(20_000, 20_000), ErrorCode.TOO_LARGE, "20000 x 20000"),
     "no pixels behind the header": (header_of(10, 10), ErrorCode.BAD_REQUEST, "cannot be decoded"),
 }

@@ -137,7 +137,9 @@ PLACE = Part("image")
 
 
 def test_pictures_without_places_go_before_the_last_user_message() -> None:
-    request = chat(("user", "first"), ("assistant", "yes"), ("user", "what?"), ("assistant", "well"), images=[ONE, TWO])
+    request = chat(
+        ("user", "first"), ("assistant", "yes"), ("user", "what?"), ("assistant", "well"), images=[ONE, TWO]
+    )
     before = copy.deepcopy(request)
     assert request.messages is not None
     messages, pictures = place(request.messages, request.images)
@@ -168,32 +170,32 @@ def test_requests_with_pictures() -> None:
 
 # Keys of the prompt cache.
 
-I = 9
+EYE = 9
 A, B = b"a" * 32, b"b" * 32
 
 
 def keys(ids: list[int], *digests: bytes) -> list[int]:
-    return media_keys(ids, frozenset((I,)), digests)
+    return media_keys(ids, frozenset((EYE,)), digests)
 
 
 def test_keys_tell_pictures_apart_and_leave_text() -> None:
-    one, other = keys([1, I, I, 2], A), keys([1, I, I, 2], B)
+    one, other = keys([1, EYE, EYE, 2], A), keys([1, EYE, EYE, 2], B)
     assert one[0] == other[0] == 1
     assert one[3] == other[3] == 2
     assert not {*one[1:3]} & {*other[1:3]}
     assert all(2**31 <= key < 2**32 for key in one[1:3])
-    assert keys([1, I, I, 2], A) == one
+    assert keys([1, EYE, EYE, 2], A) == one
 
 
 def test_keys_of_a_longer_chat_begin_alike() -> None:
-    assert keys([1, I, I, 2, 3, I, 4], A, B)[:4] == keys([1, I, I, 2], A)
-    assert keys([1, I, I, 2, 3, I, 4], A, B)[5] != keys([1, I, I, 2, 3, I, 4], A, A)[5]
+    assert keys([1, EYE, EYE, 2, 3, EYE, 4], A, B)[:4] == keys([1, EYE, EYE, 2], A)
+    assert keys([1, EYE, EYE, 2, 3, EYE, 4], A, B)[5] != keys([1, EYE, EYE, 2, 3, EYE, 4], A, A)[5]
 
 
 def test_keys_of_tiles_hold_all_pictures() -> None:
     """Two runs of one picture, or three of two: which is whose is not known."""
-    assert keys([1, I, 2, I, 3], A) != keys([1, I, 2, I, 3], B)
-    first, second = keys([I, 1, I, 1, I, 1], A, A), keys([I, 1, I, 1, I, 1], A, B)
+    assert keys([1, EYE, 2, EYE, 3], A) != keys([1, EYE, 2, EYE, 3], B)
+    first, second = keys([EYE, 1, EYE, 1, EYE, 1], A, A), keys([EYE, 1, EYE, 1, EYE, 1], A, B)
     assert first[0] != second[0]
     assert len({first[0], first[2], first[4]}) == 3
 
@@ -202,4 +204,4 @@ def test_prompts_without_a_place_or_without_an_end() -> None:
     with pytest.raises(Refused, match="no place for the images"):
         keys([1, 2], A)
     with pytest.raises(Refused, match="ends with an image"):
-        keys([1, I], A)
+        keys([1, EYE], A)

@@ -36,7 +36,20 @@ class Live:
     `ids` holds prompt, emitted and generated tokens. The first `cached` of them are in the row's cache.
     """
 
-    __slots__ = ("cache", "cached", "caching", "chooser", "facts", "features", "hit", "ids", "left", "marks", "row", "start")
+    __slots__ = (
+        "cache",
+        "cached",
+        "caching",
+        "chooser",
+        "facts",
+        "features",
+        "hit",
+        "ids",
+        "left",
+        "marks",
+        "row",
+        "start",
+    )
 
     def __init__(self, row: Row, facts: Facts) -> None:
         self.row = row

@@ -48,9 +48,7 @@ def check_options(load: Load) -> None:
         ("adapters", bool(load.adapters)),
     ):
         if given:
-            raise LoadProblem(
-                f"{option} cannot be used with a vision model; load it without", ErrorCode.UNSUPPORTED
-            )
+            raise LoadProblem(f"{option} cannot be used with a vision model; load it without", ErrorCode.UNSUPPORTED)
 
 
 def load_vision(path: Path, load: Load, report: Report) -> Any:
@@ -65,7 +63,7 @@ def load_vision(path: Path, load: Load, report: Report) -> Any:
 
         from .sight import Sight
 
-        model = load_model(path, lazy=True, trust_remote_code=load.trust_remote_code)
+        model: Any = load_model(path, lazy=True, trust_remote_code=load.trust_remote_code)
         done, size, group = 0, 0, []
         flat: Any = tree_flatten(model.parameters())
         for _, value in flat:
@@ -81,9 +79,7 @@ def load_vision(path: Path, load: Load, report: Report) -> Any:
         raise LoadProblem(f"cannot load the weights in {path} with mlx-vlm: {short(error)}") from error
     report("weights", total, total)
     try:
-        processor: Any = load_processor(
-            path, False, eos_token_ids=None, trust_remote_code=load.trust_remote_code
-        )
+        processor: Any = load_processor(path, False, eos_token_ids=None, trust_remote_code=load.trust_remote_code)
         own = load_image_processor(path, trust_remote_code=load.trust_remote_code)
         if own is not None:
             processor.image_processor = own

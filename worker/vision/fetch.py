@@ -82,9 +82,7 @@ def _get(url: str, where: str, limit: int, allowed: Allowed, deadline: float) ->
         connection.close()
 
 
-def _answer(
-    connection: http.client.HTTPConnection, url: str, where: str, limit: int, deadline: float
-) -> bytes | str:
+def _answer(connection: http.client.HTTPConnection, url: str, where: str, limit: int, deadline: float) -> bytes | str:
     with connection.getresponse() as response:
         if response.status in _MOVED and (target := response.headers.get("Location")):
             return urljoin(url, target)
