@@ -297,6 +297,7 @@ class RequestTable:
             tools=None,
             template_args=None,
             response_format=None,
+            images=[],
         )
         self._finished[request.id] = request
         while len(self._finished) > KEEP_FINISHED:
@@ -334,7 +335,7 @@ class RequestTable:
 
 def _prompt_hash(message: Generate) -> bytes:
     """What identifies a prompt, whatever its sampling: model and input."""
-    what = (message.model, message.prompt, message.tokens, message.messages)
+    what = (message.model, message.prompt, message.tokens, message.messages, message.images)
     return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).digest()
 
 

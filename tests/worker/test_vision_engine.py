@@ -298,3 +298,59 @@ def test_a_conversion_to_text_only_is_a_text_model(tmp_path: Path, tiny_model: P
     config = json.loads((tiny_model / "config.json").read_text())
     assert not is_vision(tiny_model, {**config, "vision_config": {"depth": 2}})
     assert is_vision(vlm_directory("qwen2_vl"), json.loads((vlm_directory("qwen2_vl") / "config.json").read_text()))
+
+
+def test_one_picture_in_two_sizes_and_then_both() -> None:
+    """Their features differ in number: that is a miss, never a join that fails."""
+    engine = open_vlm(cache_entries=16)
+    small, large = picture("red").resize((40, 30)), picture("red")
+
+    def both(*pictures: Image.Image) -> Generate:
+        images = [Part("image", data=png(one)) for one in pictures]
+        return Generate("tiny", messages=[ChatMessage("user", "Same?")], images=images, max_tokens=TOKENS)
+
+    try:
+        for shown in ((small,), (large,), (small, large), (large, small)):
+            assert play(engine, both(*shown)) == play(shared_vlm(), both(*shown))
+    finally:
+        engine.close()
+
+
+def test_a_batch_that_fails_looks_at_the_pictures_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rows start over, one by one; their pixels were given back when they were prefilled."""
+    engine: Any = open_vlm()
+    try:
+        monkeypatch.setattr(type(engine._batch), "step", lambda self, beside: [][1])
+        cases = (("What is this?", "red"), ("What is this?", "blue"))
+        found = play(engine, *(ask(*case) for case in cases))
+        assert engine.engine_for(bytes(16)) == "vision"
+        assert [tuple(tokens[-TOKENS:]) for tokens in found] == [expected("qwen2_vl", *case) for case in cases]
+    finally:
+        engine.close()
+
+
+def test_without_its_eyes_a_model_is_a_text_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_bulkhead.worker.engines import vision
+
+    engine = open_vlm("gemma3", max_images=0)
+    try:
+        assert engine.info.engine == "text"
+        assert len(play(engine, ask("total"))[0]) == TOKENS
+        with pytest.raises(Refused, match="this model takes text only"):
+            engine.prepare(b"a" * 16, ask("What?", "red"))
+    finally:
+        engine.close()
+
+    def fails(*arguments: Any) -> None:
+        raise LoadProblem("cannot load the image processor: no such thing")
+
+    monkeypatch.setattr(vision, "load_vision", fails)
+    engine = open_vlm("gemma3")
+    try:
+        assert engine.info.engine == "text"
+        with pytest.raises(Refused, match="text only: cannot load the image processor: no such thing"):
+            engine.prepare(b"a" * 16, ask("What?", "red"))
+    finally:
+        engine.close()
+    with pytest.raises(LoadProblem, match="no such thing"):
+        open_vlm("smolvlm")  # which mlx-lm does not know

@@ -68,7 +68,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     from .vision import check_options, is_vision, load_vision
 
     config = read_config(path)
-    seeing = is_vision(path, config)
+    seeing = is_vision(path, config) and (load.max_images > 0 or not _is_text(path, config, load))
     if seeing:
         check_options(load)
     else:
@@ -82,10 +82,16 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     memory_before = measure()
     report("tokenizer", 0, 0)
     tokenizer = _load_tokenizer(path, load)  # first, since it fails sooner than a large model loads
+    sight, blind = None, ""
     if seeing:
-        model = sight = load_vision(path, load, report)
-    else:
-        model, sight = _load_weights(path, load.trust_remote_code, report), None
+        try:
+            sight = load_vision(path, load, report)
+        except LoadProblem as problem:
+            if not _is_text(path, config, load):
+                raise
+            blind = problem.message
+            _log.warning("text only, since %s", blind)
+    model = sight or _load_weights(path, load.trust_remote_code, report)
     generation = read_generation_config(path)
     caches = KVCaches(model, load)
     vocabulary, filled = _warm_up(path, model, caches.make)
@@ -105,7 +111,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
     info = WorkerInfo(
-        engine="vision" if seeing else "text",
+        engine="text" if sight is None else "vision",
         model_type=config["model_type"],
         backend=caps.backend,
         vocab_size=vocabulary,
@@ -136,7 +142,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
             tokenizer, vocabulary, info.limits.context_tokens, facts.eos, sight, ImageLimits.of(load)
         )
         return TextEngine(info, facts, preparer, caps, store)
-    preparer = Preparer(tokenizer, vocabulary, info.limits.context_tokens, facts.eos)
+    preparer = Preparer(tokenizer, vocabulary, info.limits.context_tokens, facts.eos, blind)
     if adapters.infos:
         return Groups(lambda: TextEngine(info, facts, preparer, caps, store), preparer, adapters)
     return TextEngine(info, facts, preparer, caps, store)
@@ -166,6 +172,15 @@ def _check_architecture(path: Path, config: dict[str, Any], trust_remote_code: b
     if not module.isidentifier() or importlib.util.find_spec(f"mlx_lm.models.{module}") is None:
         version = importlib.metadata.version("mlx-lm")
         raise LoadProblem(f"{file} has model_type {kind!r}, which mlx-lm {version} does not know")
+
+
+def _is_text(path: Path, config: dict[str, Any], load: Load) -> bool:
+    """Whether mlx-lm can serve a model, without its eyes if it has some."""
+    try:
+        _check_architecture(path, config, load.trust_remote_code)
+    except LoadProblem:
+        return False
+    return True
 
 
 def _load_weights(path: Path, trust_remote_code: bool, report: Report) -> Any:

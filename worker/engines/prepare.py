@@ -21,13 +21,18 @@ from ..text.output import Channels, TextStream
 from ..text.sampling import check_sampling
 from ..text.templates import encode_messages, encode_prompt
 from ..text.tools import parse_calls
+from ..text.turns import check_no_images
 from .base import Prepared, Refused, Row, Sampling
 
 
 class Preparer:
     """Holds the tokenizer of a loaded model and the bounds of its requests."""
 
-    def __init__(self, tokenizer: Any, vocabulary: int, context_limit: int, eos: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Any, vocabulary: int, context_limit: int, eos: frozenset[int], blind: str = ""
+    ) -> None:
+        """`blind`: why the model takes no pictures, where it should."""
+        self._blind = blind
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._context_limit = context_limit
@@ -88,9 +93,7 @@ class Preparer:
 
     def _prompt(self, request: Generate) -> list[int]:
         if request.messages is not None:
-            if request.images:
-                count = len(request.images)
-                raise Refused(ErrorCode.UNSUPPORTED, f"the request has {count} images; this model takes text only")
+            check_no_images(request, self._blind)
             self._bound.check_messages(request.messages, request.tools, request.template_args)
             prompt = encode_messages(
                 self._tokenizer,

@@ -7,7 +7,7 @@ whose pictures are in the prompt cache never runs the vision tower. Where positi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -36,7 +36,10 @@ class Inputs:
 class Media:
     """The pictures of a row."""
 
-    inputs: Inputs
+    inputs: Inputs | None
+    """None once it is prefilled: pixels are large."""
+    again: Callable[[], Inputs]
+    """Makes them anew, for a row that starts over."""
     keys: list[int]
     """The prompt's ids, with tokens of pictures told apart by content."""
     end: int
@@ -108,10 +111,10 @@ class Sight:
         pixels, mask = made.pop("pixel_values", None), made.pop("attention_mask", None)
         return Inputs(ids.flatten().tolist(), pixels, mask, {k: v for k, v in made.items() if v is not None})
 
-    def media(self, inputs: Inputs, keys: list[int]) -> Media:
+    def media(self, inputs: Inputs, keys: list[int], again: Callable[[], Inputs]) -> Media:
         """The pictures of a row whose prompt is `inputs.ids`."""
         end = max(index for index, token in enumerate(inputs.ids) if token in self.image_tokens) + 1
-        media = Media(inputs, keys, end)
+        media = Media(inputs, again, keys, end)
         if self._turns:
             extra = inputs.extra
             positions, delta = self._language.get_rope_index(
@@ -146,9 +149,14 @@ class Sight:
         features: Features = live.features
         layers = self.bare(cache)
         end = min(end, media.end)
-        if not self._in_parts(media, features, layers):
-            end = media.end
         extra = dict(features.extra)
+        if not self._in_parts(live, features, layers):
+            # Within a picture tokens see each other both ways: they go in one piece, from the beginning.
+            if start:
+                cache[: len(layers)] = self.bare(self.make_cache())
+                layers, start, live.cached, live.hit = self.bare(cache), 0, 0, 0
+            end, count = media.end, len(media.keys)
+            extra = {k: v[:, :end] if _is_of_tokens(v, count) else v for k, v in extra.items()}
         if media.positions is not None:
             extra["position_ids"] = media.positions[..., start:end]
         out = self._language(
@@ -162,11 +170,11 @@ class Sight:
         if out.cross_attention_states is not None or out.encoder_outputs is not None:
             raise NotImplementedError(f"models with an encoder ({self.config.model_type}) are not served")
         if end >= media.end:
-            live.features = None
+            live.features = media.inputs = None
         return end
 
     def _look(self, media: Media) -> Features:
-        inputs = media.inputs
+        inputs = media.inputs = media.inputs or media.again()
         ids = mx.array([inputs.ids])
         found: Any = self._model.get_input_embeddings(ids, inputs.pixels, mask=inputs.mask, **inputs.extra)
         embeds = found.inputs_embeds
@@ -181,11 +189,15 @@ class Sight:
             extra.pop("position_ids", None)
         return Features(embeds, {k: v for k, v in extra.items() if v is not None})
 
-    def _in_parts(self, media: Media, features: Features, layers: Sequence[Any]) -> bool:
-        """Whether this model may be given a prompt with pictures in chunks."""
+    def in_parts(self) -> bool:
+        """Whether text may be prefilled in chunks, and tokens after each other."""
+        return _chunked_prefill_enabled(self._model, input_ids=mx.array([[0]]), prefill_kwargs={})
+
+    def _in_parts(self, live: Live, features: Features, layers: Sequence[Any]) -> bool:
+        """Whether a row's pictures may be prefilled in chunks."""
         return _chunked_prefill_enabled(
             self._model,
-            input_ids=mx.array([media.inputs.ids]),
+            input_ids=mx.array([live.ids[: len(live.row.prompt)]]),
             inputs_embeds=features.embeds,
             prompt_cache=layers,
             prefill_kwargs=features.extra,
@@ -199,6 +211,10 @@ def _known(layer: Any) -> Any:
     if kind == "RotatingKVCache":
         return lm_cache.RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
     return layer
+
+
+def _is_of_tokens(value: Any, count: int) -> bool:
+    return isinstance(value, mx.array) and value.ndim >= 2 and value.shape[:2] == (1, count)
 
 
 def _shift(delta: mx.array) -> Any:

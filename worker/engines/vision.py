@@ -48,7 +48,10 @@ def check_options(load: Load) -> None:
         ("adapters", bool(load.adapters)),
     ):
         if given:
-            raise LoadProblem(f"{option} cannot be used with a vision model; load it without", ErrorCode.UNSUPPORTED)
+            raise LoadProblem(
+                f"{option} cannot be used with a vision model; load it without, or with max_images 0 as a text model",
+                ErrorCode.UNSUPPORTED,
+            )
 
 
 def load_vision(path: Path, load: Load, report: Report) -> Any:
@@ -89,4 +92,10 @@ def load_vision(path: Path, load: Load, report: Report) -> Any:
         raise LoadProblem(
             f"mlx-vlm's {model.config.model_type} in {path} does not answer in text", ErrorCode.UNSUPPORTED
         )
-    return Sight(model, processor)
+    sight = Sight(model, processor)
+    if not sight.in_parts():
+        raise LoadProblem(
+            f"mlx-vlm's {model.config.model_type} in {path} takes a prompt only as a whole, and this engine in parts",
+            ErrorCode.UNSUPPORTED,
+        )
+    return sight

@@ -7,9 +7,25 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
-from ...protocol.values import ChatMessage
+from ...protocol.values import ChatMessage, Part
 from ..engines.base import Refused
+
+
+def check_no_images(request: Generate, why: str = "") -> None:
+    """Raise `Refused` for a request with pictures. `why` the model takes none, where that is not its nature."""
+    contents = [message.content for message in request.messages or ()]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    count = len(request.images) + sum(part.type == "image" and not is_place(part) for part in parts)
+    if count:
+        said = f": {why}" if why else ""
+        raise Refused(ErrorCode.UNSUPPORTED, f"the request has {count} images; this model takes text only{said}")
+
+
+def is_place(part: Part) -> bool:
+    """Whether an image part only says where an attached picture belongs."""
+    return part.data is part.path is part.url is None
 
 
 def variants(turns: list[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ...protocol.commands import Generate
 from ...protocol.values import ChatMessage, Part
+from ..text.turns import is_place
 
 
 def has_images(request: Generate) -> bool:
@@ -21,7 +22,7 @@ def place(messages: Sequence[ChatMessage], images: Sequence[Part]) -> tuple[list
     if not any(True for _ in _image_parts(messages)):
         return _in_front(messages, images), list(images)
     attached = iter(images)
-    pictures = [next(attached) if _is_place(part) else part for part in _image_parts(messages)]
+    pictures = [next(attached) if is_place(part) else part for part in _image_parts(messages)]
     return list(messages), pictures
 
 
@@ -43,7 +44,3 @@ def _image_parts(messages: Sequence[ChatMessage]) -> Iterator[Part]:
     for message in messages:
         if isinstance(message.content, list):
             yield from (part for part in message.content if part.type == "image")
-
-
-def _is_place(part: Part) -> bool:
-    return part.data is part.path is part.url is None

@@ -15,7 +15,7 @@ from ...protocol.values import Part
 from ..engines.base import Prepared, Refused
 from ..engines.prepare import Preparer
 from ..engines.reasons import short
-from ..engines.sight import Media, Sight
+from ..engines.sight import Inputs, Media, Sight
 from .pictures import decode_all
 from .places import has_images, place
 from .prompts import Turns, render_chat
@@ -68,9 +68,13 @@ class VisionPreparer(Preparer):
             raise Refused(
                 ErrorCode.BAD_REQUEST, f"the model's processor refuses the {len(pictures)} images: {short(error)}"
             ) from error
+
+        def again() -> Inputs:
+            return sight.process(text, decode_all(files, self._limits))
+
         ids = inputs.ids
         keys = media_keys(ids, sight.image_tokens, [hashlib.sha256(file).digest() for file in files])
-        self._media = sight.media(inputs, keys)
+        self._media = sight.media(inputs, keys, again)
         return self._checked(ids)
 
 
