@@ -18,6 +18,7 @@ MAX_LINE_CHARS = 300
 HEARTBEAT = bytes([codec.kind_of(Heartbeat)])
 VEILED = frozenset(
     {"prompt", "text", "content", "messages", "tokens", "resume_tokens", "template_args", "tools", "arguments"}
+    | {"data", "path", "url", "images"}
 )
 """Fields, at any depth, that hold what people and models wrote."""
 

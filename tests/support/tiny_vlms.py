@@ -17,6 +17,7 @@ IMAGE_MARKS = {
     "gemma3": "<start_of_image>",
     "smolvlm": "<image>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
+    "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
 }
 """What a picture is in the text that each family's template makes."""
 
@@ -31,12 +32,14 @@ _EXTRA = {
         *(f"<row_{row}_col_{col}>" for row in (1, 2, 3) for col in (1, 2, 3)),
     ),
     "qwen3_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    "qwen3_5": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
 }
 _IMAGE_TOKEN = {
     "qwen2_vl": "<|image_pad|>",
     "gemma3": "<image_soft_token>",
     "smolvlm": "<image>",
     "qwen3_vl": "<|image_pad|>",
+    "qwen3_5": "<|image_pad|>",
 }
 FAMILIES = tuple(IMAGE_MARKS)
 
@@ -167,18 +170,29 @@ def _config(family: str, text: dict[str, Any], tokenizer: Any, image: int) -> di
             "text_config": {**text, "model_type": "llama"},
             "vision_config": siglip,
         }
+    deep = family == "qwen3_vl"
+    if deep:
+        language = {"model_type": "qwen3_vl_text", "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}}
+    else:
+        language = {
+            "model_type": "qwen3_5_text",
+            **tiny_models._ARCHITECTURES["qwen3_5"],
+            "rope_parameters": {
+                "type": "default",
+                "mrope_section": [2, 1, 1],
+                "rope_theta": 10000.0,
+                "partial_rotary_factor": 0.25,
+            },
+            "num_hidden_layers": 4,
+        }
     return {
         "image_token_id": image,
         "video_token_id": tokenizer.token_to_id("<|video_pad|>"),
         "vision_start_token_id": tokenizer.token_to_id("<|vision_start|>"),
-        "text_config": {
-            **text,
-            "model_type": "qwen3_vl_text",
-            "head_dim": 32,
-            "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]},
-        },
+        "vision_end_token_id": tokenizer.token_to_id("<|vision_end|>"),
+        "text_config": {**text, "head_dim": 32, **language},
         "vision_config": {
-            "model_type": "qwen3_vl",
+            "model_type": family,
             "depth": 3,
             "hidden_size": 64,
             "intermediate_size": 128,
@@ -186,7 +200,7 @@ def _config(family: str, text: dict[str, Any], tokenizer: Any, image: int) -> di
             "num_heads": 2,
             "patch_size": 14,
             "num_position_embeddings": 64,
-            "deepstack_visual_indexes": [0, 1],
+            "deepstack_visual_indexes": [0, 1] if deep else [],
         },
     }
 

@@ -1,4 +1,4 @@
-"""Vision models of four families: greedy tokens are mlx-vlm's, alone, in company, from the cache, after a resume."""
+"""Vision models of five families: greedy tokens are mlx-vlm's, alone, in company, from the cache, after a resume."""
 
 from __future__ import annotations
 
@@ -97,6 +97,10 @@ def expected(family: str, text: str, *names: str) -> tuple[int, ...]:
     return tuple(int(result.token) for result in results)[:TOKENS]  # type: ignore[arg-type]
 
 
+STEPPED = ("gemma3", "qwen3_5")
+"""Their caches cannot be cut back: they serve a prompt from a checkpoint only."""
+BATCHED = tuple(family for family in FAMILIES if family != "qwen3_5")
+
 CASES: tuple[tuple[str, ...], ...] = (
     ("What is this?", "red"),
     ("What is this?", "blue"),
@@ -113,7 +117,7 @@ def test_greedy_tokens_are_those_of_the_library(family: str) -> None:
     assert len(set(found)) == len(CASES)  # every picture changes the answer
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", BATCHED)
 def test_pictures_and_text_together_are_as_alone(family: str) -> None:
     """Four requests with pictures and four without, in a batch."""
     cases = [CASES[0], CASES[4], CASES[1], ("total",), CASES[2], ("1234",), CASES[3], ("river " * 40,)]
@@ -132,7 +136,7 @@ def test_the_prompt_cache_knows_pictures_by_content(family: str) -> None:
         prefix = engine.prepare(b"x" * 16, ask("Which colour?", "red")).row
         media = prefix.media
         hit = _cached(engine, ask("Which colour?", "red"))
-        if family == "gemma3":  # its windows cannot be cut back: it is used at its checkpoints only
+        if family in STEPPED:
             assert _cached(engine, ask("What is this?", "red")) > media.end
         else:
             assert hit >= media.end
@@ -185,7 +189,7 @@ def test_a_hit_does_not_look_at_the_picture_again(monkeypatch: pytest.MonkeyPatc
         engine.close()
 
 
-@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3"])
+@pytest.mark.parametrize("family", ["qwen2_vl", "gemma3", "qwen3_5"])
 def test_a_resumed_answer_goes_on(family: str) -> None:
     engine = shared_vlm(family)
     whole = play(engine, ask("What is this?", "red"))[0]
@@ -254,6 +258,12 @@ def test_options_that_it_does_not_have(options: dict[str, Any], words: str) -> N
     with pytest.raises(LoadProblem, match=words) as caught:
         open_vlm(**options)
     assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_caches_of_another_kind_are_not_batched() -> None:
+    """mlx-lm's batches do not know the recurrent state of mlx-vlm's Qwen 3.5."""
+    assert shared_vlm("qwen3_5").info.limits.max_running == 1
+    assert shared_vlm("qwen3_vl").info.limits.max_running == 32
 
 
 def test_deterministic_decodes_one_by_one() -> None:

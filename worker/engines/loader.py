@@ -98,6 +98,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     adapters = Adapters(model, load, caches.make)
     eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
+    together = can_batch(caches.make()) and (sight is None or sight.batchable)
     kept = caches.make if sight is None else (lambda: list(sight.bare(caches.make())))
     filled = filled if sight is None else sight.bare(filled)
     store = make_store(load, caps.memory, path, versions, kept, filled)
@@ -122,7 +123,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         limits=Limits(
             context_tokens=_context_limit(load.context_limit, config),
             # A model whose caches cannot be merged serves one row at a time, and says so.
-            max_running=1 if load.deterministic or not can_batch(caches.make()) else load.max_running,
+            max_running=load.max_running if together and not load.deterministic else 1,
             max_queued=load.max_queued,
             memory_bytes=caps.memory,
             wired_bytes=caps.wired,

@@ -81,8 +81,16 @@ class Sight:
 
     def make_cache(self) -> list[Any]:
         """Empty caches, of mlx-lm's kinds where it has them: those are what batches and the prompt cache know."""
-        made = [_known(layer) for layer in make_prompt_cache(self._language)]
+        own = make_prompt_cache(self._language)
+        made = own
+        if self.batchable:
+            made = [_known(layer) for layer in own]
         return [*made, _shift(mx.zeros((1, 1), mx.int32))] if self._turns else made
+
+    @property
+    def batchable(self) -> bool:
+        """Whether its rows may share a batch of mlx-lm: all its caches are of kinds that this knows."""
+        return all(_known(layer) is not None for layer in make_prompt_cache(self._language))
 
     def __call__(self, inputs: mx.array, cache: Sequence[Any] | None = None) -> mx.array:
         """Logits of tokens that are text."""
@@ -210,7 +218,7 @@ def _known(layer: Any) -> Any:
         return lm_cache.KVCache()
     if kind == "RotatingKVCache":
         return lm_cache.RotatingKVCache(max_size=layer.max_size, keep=layer.keep)
-    return layer
+    return None
 
 
 def _is_of_tokens(value: Any, count: int) -> bool:

@@ -19,7 +19,7 @@ from ...protocol.errors import ErrorCode
 from ..engines.base import Refused
 
 SECONDS: Final = 10.0
-"""For one picture, redirects included. The worker's streams pause meanwhile."""
+"""For all pictures of a request, redirects included. The worker's streams pause meanwhile."""
 REDIRECTS: Final = 3
 _BLOCK: Final = 64 * 1024
 _NAT64: Final = ipaddress.IPv6Network("64:ff9b::/96")
@@ -44,9 +44,12 @@ def is_public(address: str) -> bool:
     return ip.is_global and not ip.is_multicast
 
 
-def fetch(url: str, where: str, limit: int, *, allowed: Allowed = is_public, seconds: float = SECONDS) -> bytes:
-    """The body behind a URL. Raises `Refused`, naming the URL and what is wrong."""
-    deadline = time.monotonic() + seconds
+def fetch(url: str, where: str, limit: int, *, allowed: Allowed = is_public, until: float | None = None) -> bytes:
+    """The body behind a URL. Raises `Refused`, naming the URL and what is wrong.
+
+    until: in monotonic seconds. None: for `SECONDS` from now.
+    """
+    deadline = time.monotonic() + SECONDS if until is None else until
     for _ in range(REDIRECTS + 1):
         found = _get(url, where, limit, allowed, deadline)
         if isinstance(found, bytes):
@@ -136,7 +139,7 @@ def _connect(host: str, port: int, where: str, url: str, allowed: Allowed, deadl
 def _left(deadline: float, where: str, url: str) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
-        raise _refused(where, url, f"it took more than {SECONDS:g} s")
+        raise _refused(where, url, f"the {SECONDS:g} s for all images of a request are over")
     return left
 
 

@@ -18,7 +18,8 @@ from ...protocol.errors import ErrorCode
 from ..engines.base import Refused
 from .sources import ImageLimits
 
-FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+Image.init()
+FORMATS: Final = tuple(kind for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF") if kind in Image.OPEN)
 
 Image.MAX_IMAGE_PIXELS = None  # the limit is the load's, and is checked before Pillow decodes anything
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import stat
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -14,7 +15,7 @@ from ...protocol.commands import Load
 from ...protocol.errors import ErrorCode
 from ...protocol.values import Part
 from ..engines.base import Refused
-from .fetch import fetch
+from .fetch import SECONDS, fetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,12 +55,13 @@ def check_count(count: int, limits: ImageLimits) -> None:
 
 
 def read_all(parts: Sequence[Part], limits: ImageLimits) -> list[bytes]:
-    """The files of all pictures. Raises `Refused`."""
-    return [read(part, f"image {index + 1}", limits) for index, part in enumerate(parts)]
+    """The files of all pictures. Raises `Refused`. Fetches share one time, since the worker waits for them."""
+    until = time.monotonic() + SECONDS
+    return [read(part, f"image {index + 1}", limits, until) for index, part in enumerate(parts)]
 
 
-def read(part: Part, where: str, limits: ImageLimits) -> bytes:
-    """The file of a picture. Raises `Refused`."""
+def read(part: Part, where: str, limits: ImageLimits, until: float | None = None) -> bytes:
+    """The file of a picture, fetched `until` then. Raises `Refused`."""
     if part.path is not None:
         return _read_path(part.path, where, limits)
     if part.url is not None:
@@ -68,7 +70,7 @@ def read(part: Part, where: str, limits: ImageLimits) -> bytes:
                 ErrorCode.UNSUPPORTED,
                 f"{where} is a URL, and fetching is off; send its bytes, or load the model with image_urls",
             )
-        return fetch(part.url, where, limits.size)
+        return fetch(part.url, where, limits.size, until=until)
     data = part.data or b""
     if len(data) > limits.size:
         raise too_large(where, f"{len(data)}", limits.size)
