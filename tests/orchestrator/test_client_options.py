@@ -46,6 +46,25 @@ def test_dicts_become_messages_and_the_callers_objects_stay_as_they_are() -> Non
     assert request.messages[0].role == "user"
 
 
+def test_pictures_are_bytes_paths_or_parts() -> None:
+    images = [
+        b"x",
+        memoryview(b"y"),
+        Path("a.png"),
+        {"type": "image", "url": "https://e.org/a"},
+        Part("image", data=b"z"),
+    ]
+    request = generate(messages=user("?"), images=images)
+    assert request.images == [
+        Part("image", data=b"x"),
+        Part("image", data=b"y"),
+        Part("image", path=os.path.abspath("a.png")),
+        Part("image", url="https://e.org/a"),
+        Part("image", data=b"z"),
+    ]
+    assert images[3] == {"type": "image", "url": "https://e.org/a"}
+
+
 def test_messages_may_be_structs_tuples_and_generators() -> None:
     message = ChatMessage("user", "hi")
     assert generate(messages=(message,)).messages == [message]
@@ -81,6 +100,9 @@ def test_messages_may_be_structs_tuples_and_generators() -> None:
         ({"prompt": None, "messages": [{"role": 5, "content": "a"}]}, ["$.messages[0].role"]),
         ({"prompt": None, "messages": [{"role": "user", "contnt": "a"}]}, ["'contnt'", "'content'"]),
         ({"prompt": None, "messages": user("\udfff")}, ["messages", "surrogate"]),
+        ({"prompt": None, "messages": user("?"), "images": ["a.png"]}, ["$.images[0]", "'a.png'"]),
+        ({"prompt": None, "messages": user("?"), "images": [{"type": "text", "text": "x"}]}, ["images[0].type"]),
+        ({"images": [b"x"]}, ["images need messages"]),
         ({"prompt": None, "messages": user(["a"])}, ["$.messages[0].content[0]"]),
         (
             {"prompt": None, "messages": user([{"type": "image_url", "image_url": {"url": "x"}}])},
