@@ -65,6 +65,18 @@ class Oracle:
         import mlx.core as mx
 
         self._own.draft_greedy(block_len=block_len, **rest)
+        return mx.array(self._propose(block_len), dtype=mx.uint32)
+
+    def draft_with_topk(self, *, block_len: int, top_width: int, **rest: Any) -> Any:
+        import mlx.core as mx
+
+        self._own.draft_with_topk(block_len=block_len, top_width=top_width, **rest)
+        drafted = self._propose(block_len)
+        tops = [[token, *range(2, top_width + 1)] for token in drafted]
+        values = [[9.0, *[-float(i) for i in range(1, top_width)]] for _ in drafted]
+        return mx.array(drafted, dtype=mx.uint32), tops, values
+
+    def _propose(self, block_len: int) -> list[int]:
         run = self._engine._run
         assert run is not None
         assert run.live is not None
@@ -73,9 +85,7 @@ class Oracle:
         guess = ids[covered + 1 : covered + block_len]
         guess += [0] * (block_len - 1 - len(guess))
         places = enumerate(guess, covered + 1)
-        return mx.array(
-            [token + 1 if place % self._wrong == 0 else token for place, token in places], dtype=mx.uint32
-        )
+        return [token + 1 if place % self._wrong == 0 else token for place, token in places]
 
 
 def live_architecture(engine: Speculating) -> str:
@@ -154,11 +164,12 @@ def test_text_is_the_targets(architecture: str, mode: str) -> None:
         engine.close()
 
 
+@pytest.mark.parametrize("mode", ["dflash", "ddtree"])
 @pytest.mark.parametrize("wrong", [2, 3, 5, 100])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_accepted_blocks_of_any_length(architecture: str, wrong: int) -> None:
+def test_accepted_blocks_of_any_length(architecture: str, wrong: int, mode: str) -> None:
     """A draft that is right for a while and then wrong: blocks are cut anywhere, and rolled back."""
-    hand = Hand(engine := open_pair(architecture, verify_mode="dflash", copy_drafting=False))
+    hand = Hand(engine := open_pair(architecture, verify_mode=mode, copy_drafting=False))
     try:
         Oracle(engine, wrong)
         for index, prompt in enumerate(PROMPTS[:3]):
@@ -311,7 +322,7 @@ def test_long_prompts_are_decoded_plainly(pairs: Any, length: int, engine_name: 
 
 def test_a_row_that_has_two_cycles_to_go_finishes_first(pairs: Any) -> None:
     hand = Hand(engine := pairs(verify_mode="dflash"))
-    hand.insert("first", PROMPTS[0], max_tokens=6)
+    hand.insert("first", PROMPTS[0], max_tokens=3)
     hand.until("first", 1)
     hand.insert("second", PROMPTS[1], max_tokens=6)
     hand.finish_all()
@@ -364,6 +375,8 @@ def test_a_fault_of_the_library_costs_no_request() -> None:
 
         assert engine._run is not None
         engine._run._watch.verify_block = broken  # type: ignore[method-assign]
+        while engine._run is not None:
+            hand.step()
         hand.insert("second", PROMPTS[1])
         hand.finish_all()
         hand.insert("third", PROMPTS[2])

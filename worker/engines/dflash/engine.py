@@ -169,6 +169,7 @@ class Speculating:
         rows, alone = [*self._waiting], len(self._waiting) == 1 and not self._text.busy
         self._waiting.clear()
         for row in rows:
+            self._stories.pop(row.request_id, None)
             forced = row.speculative == "on"
             gain = self._gain
             reason = (

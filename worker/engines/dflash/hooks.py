@@ -12,7 +12,10 @@ from typing import Any, NamedTuple
 
 from mlx.utils import tree_flatten
 
-_FLAGS = ("_dflash_speculative_call_installed", "_dflash_full_attention_gqa_installed")
+from .rollback import noting
+
+_RECURRENT = "_dflash_speculative_call_installed"
+_FLAGS = (_RECURRENT, "_dflash_full_attention_gqa_installed")
 """Set on a class by the library when it has replaced its `__call__`."""
 
 
@@ -32,19 +35,23 @@ class _Module(NamedTuple):
 class Hooks:
     """The changes of one model. They are off after construction."""
 
-    def __init__(self, model: Any, install: Callable[[], Any]) -> None:
-        """`install` lets the library make its changes, once. If it raises, nothing stays changed."""
+    def __init__(self, model: Any, install: Callable[[], Any], exact: bool = False) -> None:
+        """`install` lets the library make its changes, once. If it raises, nothing stays changed.
+
+        exact: recurrent layers note what `rollback.take_back` needs.
+        """
         classes = {type(module): type(module).__call__ for _, module in model.named_modules()}
         before = _leaves(model)
         self._changes: list[_Change] = []
         self._modules: list[_Module] = []
-        self._on = True
         try:
             install()
         finally:
             for owner, own in classes.items():
-                if owner.__call__ is not own:
-                    self._changes.append(_Change(owner, own, owner.__call__))
+                if (hooked := owner.__call__) is not own:
+                    recurrent = _RECURRENT in vars(owner)
+                    self._changes.append(_Change(owner, own, noting(hooked) if exact and recurrent else hooked))
+                    owner.__call__ = own
             after = _leaves(model)
             for path, own in before.items():
                 if after.get(path) is not own:
@@ -55,7 +62,10 @@ class Hooks:
                 for flag in _FLAGS:
                     if flag in vars(change.owner):
                         delattr(change.owner, flag)
-            self.set(False)
+        self._own = {change.owner: change.own for change in self._changes}
+        self._on = False
+        for module in self._modules:
+            _put(module, module.own)
 
     @property
     def count(self) -> int:
@@ -70,11 +80,18 @@ class Hooks:
         for change in self._changes:
             change.owner.__call__ = change.hooked if on else change.own
         for module in self._modules:
-            value = module.hooked if on else module.own
-            if isinstance(module.parent, list):
-                module.parent[module.key] = value
-            else:
-                setattr(module.parent, module.key, value)
+            _put(module, module.hooked if on else module.own)
+
+    def own_call(self, module: Any) -> Callable[..., Any]:
+        """`__call__` of a module as the model has it."""
+        return self._own[type(module)]
+
+
+def _put(module: _Module, value: Any) -> None:
+    if isinstance(module.parent, list):
+        module.parent[module.key] = value
+    else:
+        setattr(module.parent, module.key, value)
 
 
 def _leaves(model: Any) -> dict[str, Any]:

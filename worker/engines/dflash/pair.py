@@ -107,7 +107,9 @@ def load_pair(settings: Draft, path: Path, facts: Facts, config: dict[str, Any],
         bind_draft_to_target(draft, facts.model, target_ops=ops)
     except Exception as error:
         raise Unfit(f"the draft in {path} cannot be loaded: {short(error)}") from error
-    hooks = Hooks(facts.model, lambda: _install(ops, facts.model, settings.verify_mode, backend))
+    hooks = Hooks(
+        facts.model, lambda: _install(ops, facts.model, settings.verify_mode, backend), exact=backend != "metal"
+    )
     size = sum(value.nbytes for _, value in _flat(draft.parameters()))
     family = ops.family(facts.model)
     return Pair(facts, files, settings, ops, draft, EagerDraftBackend(), hooks, family, dtype, quant, size)

@@ -31,7 +31,7 @@ class Run:
         self.live: Live | None = live
         self.request_id = live.row.request_id
         self.cycles = Cycles()
-        self._watch = Watch(pair.ops, len(live.ids))
+        self._watch = Watch(pair.ops, len(live.ids), pair.hooks.own_call)
         self._keeps = found is not None
         self._whole = False  # whether the row's last token is the last that was computed
         self._events: Any = stream_dflash_generate(

@@ -6,16 +6,21 @@ is the distribution of the token after them, so a row can go on elsewhere from t
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+
+from .rollback import take_back
 
 
 class Watch:
     """The library's `TargetOps`, with a look at what passes. All else goes through."""
 
-    def __init__(self, ops: Any, covered: int) -> None:
+    def __init__(self, ops: Any, covered: int, own_call: Callable[[Any], Callable[..., Any]]) -> None:
+        """`own_call` gives the `__call__` of a module as the model has it."""
         self._ops = ops
+        self._own_call = own_call
         self.covered = covered
         """Tokens in the cache once the prompt is in it."""
         self.cycles = 0
@@ -43,6 +48,8 @@ class Watch:
     def restore_after_acceptance(
         self, cache_entries: Any, *, target_len: int, acceptance_length: int, drafted_tokens: int = 0
     ) -> int:
+        if acceptance_length < drafted_tokens:
+            take_back(cache_entries, acceptance_length + 1, self._own_call)
         spent = self._ops.restore_after_acceptance(
             cache_entries, target_len=target_len, acceptance_length=acceptance_length, drafted_tokens=drafted_tokens
         )
