@@ -98,7 +98,7 @@ class Hand:
         self.finish: dict[str, str | None] = {}
         self.prefills: list[PrefillOut] = []
 
-    def insert(self, name: str, prompt: str, **options: Any) -> None:
+    def insert(self, name: str, prompt: str | None, **options: Any) -> None:
         options = {"max_tokens": 40, "speculative": "on", **options}
         prepared = self.engine.prepare(name.encode(), Generate(model="tiny", prompt=prompt, **options))
         self.tokens[name], self.ids[name] = [], prepared.row.prompt

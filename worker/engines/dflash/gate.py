@@ -26,9 +26,8 @@ class DraftFiles:
 
     path: Path
     block_tokens: int
-    layers: int
     context: int
-    """Hidden states of so many layers of the target are read for each token."""
+    """Layers of the target whose hidden states it reads."""
 
 
 def check_target(config: dict[str, Any]) -> None:
@@ -78,8 +77,7 @@ def check_draft(path: Path, target: dict[str, Any]) -> DraftFiles:
     mask = (config.get("dflash_config") or {}).get("mask_token_id", 0)
     if not isinstance(mask, int) or not 0 <= mask < text["vocab_size"]:
         raise Unfit(f"the draft in {path} has mask_token_id {mask!r}, outside the vocabulary of {text['vocab_size']}")
-    own: int = config["num_hidden_layers"]
-    return DraftFiles(path, block, own, len(_layer_ids(config)) or own)
+    return DraftFiles(path, block, len(_layer_ids(config)) or config["num_hidden_layers"])
 
 
 def _compare(path: Path, draft: dict[str, Any], target: dict[str, Any]) -> None:

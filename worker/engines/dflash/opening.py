@@ -51,7 +51,7 @@ def open_draft(
     except Unfit as unfit:
         if settings.required:
             raise LoadProblem(f"the draft is required: {unfit}", ErrorCode.UNSUPPORTED) from unfit
-        _log.warning("no speculation: %s", unfit)
+        _log.warning("no speculation: %s", str(unfit))
         return Opened(SpeculationInfo(active=False, reason=str(unfit), draft=settings.model))
 
 
@@ -83,7 +83,7 @@ def _open(
         draft=name,
         family=pair.family,
         block_tokens=pair.block_tokens,
-        layers=pair.files.layers,
+        layers=pair.files.context,
         dtype=pair.dtype,
         quant=quant,
         verify_mode=settings.verify_mode,

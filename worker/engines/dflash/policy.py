@@ -41,7 +41,7 @@ def unsuitable(*, alone: bool, forced: bool, paused_for: int, gain: float | None
     """
     if not alone:
         return OTHERS
-    if paused_for > 0 and not forced:
+    if paused_for > 0 and not forced and (gain is None or gain < 1.0):
         return NO_GAIN if gain is None else f"{NO_GAIN}: measured gain {gain:.2f}"
     return ""
 

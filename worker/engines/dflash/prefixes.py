@@ -26,6 +26,7 @@ from mlx_lm.models.cache import KVCache
 from ....protocol.values import CacheStats
 from .pair import LONGEST_SNAPSHOT, Pair
 
+_ERRORS = ("write_errors", "materialize_errors", "load_errors", "schema_rejects")
 _log = logging.getLogger(__name__)
 
 
@@ -52,6 +53,7 @@ class Prefixes:
             max_entries=settings.cache_entries,
             max_bytes=settings.cache_bytes,
             max_snapshot_tokens=LONGEST_SNAPSHOT,
+            cross_kind_prune=False,  # else the same prompt again finds nothing once it has an answer
         )
         self._disk = self._open(folder, settings.disk_bytes) if folder is not None else None
         self._manager = RuntimeCacheManager(PrefixSnapshotStore(l1=memory, l2=self._disk))
@@ -86,7 +88,7 @@ class Prefixes:
         """Counts of both tiers, in the words of the prompt cache."""
         stats = self._manager.stats()
         disk = stats.get("l2") or {}
-        errors = sum(int(disk.get(name, 0)) for name in ("write_errors", "materialize_errors", "load_errors"))
+        errors = sum(int(disk.get(name, 0)) for name in _ERRORS)
         return CacheStats(
             entries=int(stats["current_entries"]),
             bytes=int(stats["current_bytes"]),
@@ -106,15 +108,15 @@ class Prefixes:
 
     def _key(self, tenant: str) -> DFlashPrefixKey:
         settings, files = self._pair.settings, self._pair.files
-        owner = hashlib.blake2b(tenant.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        owner = hashlib.sha256(tenant.encode(errors="surrogatepass")).hexdigest()
         return DFlashPrefixKey(
-            target_model_id=f"{self._identity}.{owner}",
+            target_model_id=self._identity,
             draft_model_id=f"{files.path}.{self._pair.dtype}.{self._pair.quant}",
             capture_layer_ids=tuple(int(layer) for layer in self._pair.draft.target_layer_ids),
             draft_sink_size=settings.sink,
             draft_window_size=settings.window,
-            template_hash="",
-            prompt_policy_hash="",
+            template_hash=owner,  # a prompt is found by its tokens, so the template has no say
+            prompt_policy_hash=hashlib.sha256(b"").hexdigest(),
         )
 
 
