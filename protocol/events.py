@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from .values import Channel, FinishReason, ModelStatus, Phase, Timings, ToolCall, Usage, WorkerInfo, WorkerStats
+from .values import (
+    AdapterInfo,
+    Channel,
+    FinishReason,
+    ModelStatus,
+    Phase,
+    Timings,
+    ToolCall,
+    Usage,
+    WorkerInfo,
+    WorkerStats,
+)
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -149,6 +160,14 @@ class ModelsReply(Event, tag=0x4E, frozen=True):
     models: list[ModelStatus] = []
 
 
+class AdaptersReply(Event, tag=0x4F, frozen=True):
+    """Answer to `AddAdapter` and `DropAdapter`: the change is made."""
+
+    model: str
+    adapters: list[AdapterInfo] = []
+    """All that the model has now. Empty too while no worker holds it."""
+
+
 AnyEvent = (
     Hello
     | LoadProgress
@@ -164,4 +183,5 @@ AnyEvent = (
     | Exiting
     | Unloaded
     | ModelsReply
+    | AdaptersReply
 )

@@ -185,6 +185,11 @@ class Request:
         return ([], "") if self.text is None else self.text.calls()
 
     @property
+    def adapter(self) -> str | None:
+        """The adapter that it names, or was given; None: it names none."""
+        return self.row.adapter if self.row is not None else self.message.adapter if self.message is not None else None
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens generated in all, by earlier incarnations too."""
         return self.resumed + self.generated

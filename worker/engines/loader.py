@@ -81,7 +81,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     generation = read_generation_config(path)
     caches = KVCaches(model, load)
     vocabulary, filled = _warm_up(path, model, caches.make)
-    adapters = Adapters(model, load, caches.make)
+    adapters = Adapters(model, load, caches.make, caps.memory)
     eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
     store = make_store(load, caps.memory, path, versions, caches.make, filled)
@@ -118,9 +118,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         adapters=adapters.infos,
     )
     preparer = Preparer(tokenizer, vocabulary, info.limits.context_tokens, facts.eos)
-    if adapters.infos:
-        return Groups(lambda: TextEngine(info, facts, preparer, caps, store), preparer, adapters)
-    return TextEngine(info, facts, preparer, caps, store)
+    return Groups(lambda: TextEngine(info, facts, preparer, caps, store), preparer, adapters)
 
 
 def _import_library(path: Path) -> None:
