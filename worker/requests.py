@@ -187,7 +187,8 @@ class Request:
     @property
     def adapter(self) -> str | None:
         """The adapter that it names, or was given; None: it names none."""
-        return self.row.adapter if self.row is not None else self.message.adapter if self.message is not None else None
+        named = self.row or self.message
+        return None if named is None else named.adapter
 
     @property
     def completion_tokens(self) -> int:

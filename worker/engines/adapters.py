@@ -79,9 +79,8 @@ class Adapters:
                 f"the model has one of this name {what}; drop it first, or choose another name", ErrorCode.BAD_REQUEST
             )
         if len(self._infos) >= limits.MAX_ADAPTERS:
-            raise files.problem(
-                f"the model has {len(self._infos)} adapters; the limit is {limits.MAX_ADAPTERS}", ErrorCode.BAD_REQUEST
-            )
+            text = f"the model has {len(self._infos)} adapters; the limit is {limits.MAX_ADAPTERS}"
+            raise files.problem(text, ErrorCode.BAD_REQUEST)
         size, active = (folder / WEIGHTS).stat().st_size, mx.get_active_memory()
         if 0 < self._memory < active + size:
             raise files.problem(

@@ -190,7 +190,7 @@ class Engine(Protocol):
         ...
 
     def add_adapter(self, name: str, folder: Path) -> None:
-        """Add an adapter between two steps; `info` names it then. Raises `LoadProblem`, and then nothing is changed."""
+        """Add an adapter between two steps; `info` names it then. Raises `LoadProblem`, with nothing changed."""
         ...
 
     def drop_adapter(self, name: str) -> None:

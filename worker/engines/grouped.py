@@ -1,7 +1,7 @@
 """The engine of a model: a text engine for each adapter in use, one of which computes at a step.
 
-Without adapters there is only that of the base model, and all is left to it. They share model, prompt cache and tokenizer. Groups that have rows take turns, so none waits for more than a step of
-each of the others.
+Without adapters there is only that of the base model, and all is left to it. They share model, prompt cache and
+tokenizer. Groups that have rows take turns, so none waits for more than a step of each of the others.
 """
 
 from __future__ import annotations
