@@ -23,6 +23,10 @@ def load(
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="One request at a time.")] = False,
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the worker; repeatable.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA or DoRA adapter; repeatable.")
+    ] = None,
+    default_adapter: Annotated[str, typer.Option(help="The one for requests that name none.")] = "",
     json: Json = False,
     run_dir: RunDir = None,
 ) -> int:
@@ -35,7 +39,9 @@ def load(
         "memory_limit": memory_limit,
         "trust_remote_code": trust_remote_code,
         "deterministic": deterministic,
-        "env": _pairs(env or []),
+        "env": _pairs("--env", "KEY=VALUE", env or []),
+        "adapters": _pairs("--adapter", "NAME=PATH", adapter or []),
+        "adapter": default_adapter,
     }
     if max_running is not None:
         options["max_running"] = max_running
@@ -65,11 +71,11 @@ def load_exit(error: BulkheadError) -> CliExit:
     return code if isinstance(error, (BadRequest, Disconnected, UnknownModel)) else CliExit.LOAD_FAILED
 
 
-def _pairs(given: list[str]) -> dict[str, str]:
+def _pairs(option: str, form: str, given: list[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:
-            raise BadRequest(f"--env wants KEY=VALUE, got {text[:60]!r}")
+            raise BadRequest(f"{option} wants {form}, got {text[:60]!r}")
         pairs[key] = value
     return pairs
