@@ -64,10 +64,9 @@ class Fleet:
 
     async def change_adapters(self, change: AddAdapter | DropAdapter) -> list[AdapterInfo]:
         """Add or drop an adapter of a model; gives those that it has then."""
-        supervisor = self.of(change.model)
+        supervisor = self.serving(change.model)
         if supervisor.leaving and supervisor.state is not State.STOPPED:
             await supervisor.wait_gone()
-            supervisor = self.of(change.model)
         return await supervisor.adapters.change(change)
 
     # ---- finding -----------------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ class Fleet:
         return self._add(load)
 
     def serving(self, name: str) -> Supervisor:
-        """`of`, for a request: a model that leaves for good is none. Raises `UnknownModel`."""
+        """`of`, but a model that leaves for good is none. Raises `UnknownModel`."""
         supervisor = self.of(name)
         if supervisor.leaving and name not in self._configured:
             raise self.unknown(name)

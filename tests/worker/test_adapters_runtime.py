@@ -156,6 +156,24 @@ def test_an_adapter_that_the_model_cannot_compute_is_not_kept(monkeypatch: pytes
     engine.close()
 
 
+def test_one_that_is_dropped_gives_its_memory_back() -> None:
+    import mlx.core as mx
+
+    engine = open_tiny(cache_entries=0)
+    drive = Driver(engine)
+    taken: list[int] = []
+    for _ in range(3):
+        add(engine, "A")
+        for index in range(3):
+            drive.add(f"{index}", PROMPTS[index], 12, adapter="A")
+        drive.run()
+        engine.drop_adapter("A")
+        mx.synchronize()
+        taken.append(mx.get_active_memory())
+    assert taken[2] <= taken[0]
+    engine.close()
+
+
 def test_no_more_than_the_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = open_tiny()
     engine._adapters._memory = limits.MIB  # less than the model has taken already

@@ -73,7 +73,7 @@ class Groups:
 
     @property
     def busy(self) -> bool:
-        return self._next() is not None
+        return self._base.busy or self._next() is not None
 
     def next_is_prefill(self) -> bool:
         name = self._next()
