@@ -313,8 +313,10 @@ class Supervisor:
         """A frame of a request. From a worker that is being stopped it no longer counts: its requests are ended or
         will be resumed."""
         if self.adapters.asked(request_id):
+            before = self.adapters.load
             if self.adapters.answered(kind, request_id, body):
                 self.info = self.adapters.told_of(self.info)
+            if self.adapters.load != before:
                 self._crew.call_off()
         elif self.state is not State.STOPPING:
             self._host.table.worker_event(self.name, kind, request_id, body)
