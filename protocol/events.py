@@ -10,6 +10,7 @@ from .values import (
     FinishReason,
     ModelStatus,
     Phase,
+    Speculation,
     Timings,
     ToolCall,
     Usage,
@@ -96,8 +97,9 @@ class Done(Event, tag=0x48, frozen=True):
     usage: Usage
     timings: Timings
     engine: str
-    """The engine that served it: `text`, `batch`, …"""
+    """The engine that served it last: `text` (alone), `batch`, `dflash`."""
     fallback_reason: str = ""
+    """Why it was not speculation, where the load has a draft."""
     chars: int = 0
     """Characters of the content channel in all; the receiver checks its own count against it."""
     restarts: int = 0
@@ -108,6 +110,8 @@ class Done(Event, tag=0x48, frozen=True):
     """What of that channel could not be parsed, or names no given tool."""
     adapter: str = ""
     """The adapter that served it. Empty: the base model, or nothing did."""
+    speculation: Speculation | None = None
+    """What speculation did for it, if it had a part in it."""
 
 
 class Failed(Event, tag=0x49, frozen=True):

@@ -71,6 +71,29 @@ def test_n02_running_rows_are_undisturbed(architecture: str) -> None:
     engine.close()
 
 
+def test_beside_a_row_that_is_speculated_for() -> None:
+    """The layers are built around the model's own, whatever the library's hooks are between two steps."""
+    from mlx_bulkhead.protocol.values import Draft
+
+    from tests.support.speculation import LOOP, draft_directory
+
+    draft = Draft(str(draft_directory("qwen3")), cache_entries=0, verify_mode="dflash")
+    engine = open_tiny("qwen3", draft=draft)
+    drive = Driver(engine)
+    drive.add("base", LOOP, 60, speculative="on")
+    drive.until(drive.generated("base", 5))
+    assert engine.served(b"base").engine == "dflash"
+    add(engine, "A")
+    drive.add("A", PROMPTS[0], 20, adapter="A")
+    drive.until(lambda: drive.finish["A"] is not None)
+    assert engine.served(b"A").engine == "text"
+    engine.drop_adapter("A")
+    drive.run()
+    assert drive.tokens["A"] == wanted("qwen3", "A", PROMPTS[0], 20)
+    assert drive.tokens["base"] == expected("qwen3", LOOP, 60)
+    engine.close()
+
+
 def test_names() -> None:
     engine = open_tiny(adapters={"A": adapters("qwen3")["A"]}, adapter="A")
     before = engine.info
