@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .values import (
+    AdapterInfo,
     Channel,
     FinishReason,
     ModelStatus,
@@ -163,6 +164,14 @@ class ModelsReply(Event, tag=0x4E, frozen=True):
     models: list[ModelStatus] = []
 
 
+class AdaptersReply(Event, tag=0x4F, frozen=True):
+    """Answer to `AddAdapter` and `DropAdapter`: the change is made."""
+
+    model: str
+    adapters: list[AdapterInfo] = []
+    """All that the model has now. Empty too while no worker holds it."""
+
+
 AnyEvent = (
     Hello
     | LoadProgress
@@ -178,4 +187,5 @@ AnyEvent = (
     | Exiting
     | Unloaded
     | ModelsReply
+    | AdaptersReply
 )

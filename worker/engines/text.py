@@ -41,7 +41,7 @@ _BATCH_FAULTS = (ValueError, TypeError, AttributeError, LookupError, NotImplemen
 
 
 class TextEngine:
-    """Implements `base.Engine`."""
+    """Implements `base.Engine` for the rows of one adapter, or of none; `grouped` has the adapters."""
 
     def __init__(
         self, info: WorkerInfo, facts: Facts, preparer: Preparer, caps: Caps, store: PrefixStore | None = None
@@ -156,7 +156,8 @@ class TextEngine:
     def tend(self) -> bool:
         return self._store is not None and self._store.tend()
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Let all rows go. What others share stays."""
         self._rows.clear()
         self._waiting.clear()
         self._solo.drop()
@@ -164,6 +165,10 @@ class TextEngine:
         if self._batch is not None:
             self._batch.close()
             self._batch = None
+            self._caps.reassert()  # the generator has put back what it found
+
+    def close(self) -> None:
+        self.release()
         if self._store is not None:
             self._store.close()
             self._store = None
