@@ -17,6 +17,7 @@ from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 from ..memory.caps import Caps
 from ..text.sampling import greedy
 from .base import PrefillOut, RowFailed, StepOut
+from .decoding import Decoding
 from .live import Facts, Keep, Live
 from .schedule import chunk_size, smooth
 
@@ -55,6 +56,7 @@ class Batch:
         )
         caps.reassert()  # the generator has just raised the wired limit
         self._rows: dict[int, Live] = {}
+        Decoding.take_over(self._generator, self._rows)
         self._prefilling: dict[int, int] = {}  # uid → tokens already in the row's cache when it came
         self._fresh: set[int] = set()  # of these, prompts; the others come in the middle of decoding
         self._token_seconds: float | None = None
