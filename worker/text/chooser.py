@@ -46,6 +46,8 @@ class Chooser(NamedTuple):
     fault: Fault
     penalties: Penalties | None = None
     constraint: Processor | None = None
+    draw: Draw | None = None
+    """What `sampler` does, unless that is greedy."""
 
 
 def make_chooser(
@@ -57,8 +59,10 @@ def make_chooser(
     """
     sampling, fault = row.sampling, Fault()
     sampler: Sampler = greedy  # as it is: a batch makes one call for all rows that share it, and it cannot fail
+    draw = None
     if sampling.temperature > 0:
-        sampler = _guarded_sampler(Draw(sampling, len(emitted), _mask(spared, vocabulary)), fault)
+        draw = Draw(sampling, len(emitted), _mask(spared, vocabulary))
+        sampler = _guarded_sampler(draw, fault)
     penalties = None
     if Penalties.needed(sampling, banned):
         longest = len(row.prompt) + row.max_tokens
@@ -66,7 +70,7 @@ def make_chooser(
     constraint = None if row.constrain is None else row.constrain(emitted)
     # The constraint is the last one, so that nothing can make up for its mask.
     guarded = [_guarded_processor(one, fault) for one in (penalties, constraint) if one is not None]
-    return Chooser(sampler, guarded, fault, penalties, constraint)
+    return Chooser(sampler, guarded, fault, penalties, constraint, draw)
 
 
 def _guarded_sampler(sampler: Sampler, fault: Fault) -> Sampler:
