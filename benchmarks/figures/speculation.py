@@ -1,4 +1,4 @@
-"""Speculation: what a draft costs those who do not use it, what a switch costs, and what it gains with a real pair."""
+"""Speculation: what a draft costs those who do not use it, what a switch costs, and what a real pair gains."""
 
 from __future__ import annotations
 
