@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import msgspec
 
-from .values import Channel, FinishReason, ModelStatus, Phase, Timings, ToolCall, Usage, WorkerInfo, WorkerStats
+from .values import (
+    AdapterInfo,
+    Channel,
+    FinishReason,
+    ModelStatus,
+    Phase,
+    Speculation,
+    Timings,
+    ToolCall,
+    Usage,
+    WorkerInfo,
+    WorkerStats,
+)
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -85,8 +97,9 @@ class Done(Event, tag=0x48, frozen=True):
     usage: Usage
     timings: Timings
     engine: str
-    """The engine that served it: `text`, `batch`, …"""
+    """The engine that served it last: `text` (alone), `batch`, `dflash`."""
     fallback_reason: str = ""
+    """Why it was not speculation, where the load has a draft."""
     chars: int = 0
     """Characters of the content channel in all; the receiver checks its own count against it."""
     restarts: int = 0
@@ -94,9 +107,11 @@ class Done(Event, tag=0x48, frozen=True):
     tool_calls: list[ToolCall] = []
     """What the tool_calls channel asks for, parsed."""
     tool_error: str = ""
-    """What of that channel could not be parsed, or names no given tool."""
+    """What of that channel could not be parsed, or names no given tool; or why calls are not looked for."""
     adapter: str = ""
     """The adapter that served it. Empty: the base model, or nothing did."""
+    speculation: Speculation | None = None
+    """What speculation did for it, if it had a part in it."""
 
 
 class Failed(Event, tag=0x49, frozen=True):
@@ -149,6 +164,14 @@ class ModelsReply(Event, tag=0x4E, frozen=True):
     models: list[ModelStatus] = []
 
 
+class AdaptersReply(Event, tag=0x4F, frozen=True):
+    """Answer to `AddAdapter` and `DropAdapter`: the change is made."""
+
+    model: str
+    adapters: list[AdapterInfo] = []
+    """All that the model has now. Empty too while no worker holds it."""
+
+
 AnyEvent = (
     Hello
     | LoadProgress
@@ -164,4 +187,5 @@ AnyEvent = (
     | Exiting
     | Unloaded
     | ModelsReply
+    | AdaptersReply
 )

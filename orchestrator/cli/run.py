@@ -22,6 +22,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A mo
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of the answer, at most.")]
 Temperature = Annotated[float | None, typer.Option(help="0: always the likeliest token.")]
 Seed = Annotated[int | None, typer.Option(help="For the same answer again.")]
+AdapterOption = Annotated[str | None, typer.Option(help="An adapter of the model; base for none.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
@@ -32,6 +33,7 @@ def run(
     temperature: Temperature = None,
     seed: Seed = None,
     system: System = None,
+    adapter: AdapterOption = None,
     image: Annotated[
         list[Path] | None, typer.Option("--image", metavar="FILE", help="A picture for the prompt; repeatable.")
     ] = None,
@@ -52,6 +54,7 @@ def run(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
+        "adapter": adapter,
         "images": [_read(file) for file in image or []],
     }
     with serving(model, run_dir) as (client, name), client.generate(name, **options) as stream:

@@ -123,9 +123,9 @@ def test_pictures_and_text_together_are_as_alone(family: str) -> None:
     cases = [CASES[0], CASES[4], CASES[1], ("total",), CASES[2], ("1234",), CASES[3], ("river " * 40,)]
     engine = shared_vlm(family)
     together = play(engine, *(ask(*case) for case in cases))
-    assert engine.engine_for(bytes(16)) == "vision_batch"
+    assert engine.served(bytes(16)).engine == "vision_batch"
     assert together == [play(engine, ask(*case))[0] for case in cases]
-    assert engine.engine_for(bytes(16)) == "vision"
+    assert engine.served(bytes(16)).engine == "vision"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -180,7 +180,7 @@ def test_a_hit_does_not_look_at_the_picture_again(monkeypatch: pytest.MonkeyPatc
     engine: Any = open_vlm(cache_entries=16)
     try:
         play(engine, ask("What is this?", "red"))
-        sight = engine._facts.sight
+        sight = engine._base._facts.sight
         looks: list[Any] = []
         monkeypatch.setattr(type(sight), "_look", lambda self, media: looks.append(media))
         assert len(play(engine, ask("Which colour?", "red"))[0]) == TOKENS
@@ -218,7 +218,7 @@ def test_cancelled_between_chunks() -> None:
 
 def test_a_failing_tower_fails_its_row_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     engine: Any = shared_vlm()
-    sight = engine._facts.sight
+    sight = engine._base._facts.sight
     good = type(sight)._look
 
     def look(self: Any, media: Any) -> Any:
@@ -330,10 +330,10 @@ def test_a_batch_that_fails_looks_at_the_pictures_again(monkeypatch: pytest.Monk
     """Its rows start over, one by one; their pixels were given back when they were prefilled."""
     engine: Any = open_vlm()
     try:
-        monkeypatch.setattr(type(engine._batch), "step", lambda self, beside: [][1])
+        monkeypatch.setattr(type(engine._base._batch), "step", lambda self, beside: [][1])
         cases = (("What is this?", "red"), ("What is this?", "blue"))
         found = play(engine, *(ask(*case) for case in cases))
-        assert engine.engine_for(bytes(16)) == "vision"
+        assert engine.served(bytes(16)).engine == "vision"
         assert [tuple(tokens[-TOKENS:]) for tokens in found] == [expected("qwen2_vl", *case) for case in cases]
     finally:
         engine.close()
@@ -364,3 +364,19 @@ def test_without_its_eyes_a_model_is_a_text_model(monkeypatch: pytest.MonkeyPatc
         engine.close()
     with pytest.raises(LoadProblem, match="no such thing"):
         open_vlm("smolvlm")  # which mlx-lm does not know
+
+
+def test_an_adapter_at_run_time_is_refused() -> None:
+    with pytest.raises(LoadProblem, match="a vision model takes none") as caught:
+        shared_vlm().add_adapter("a", Path("/a"))
+    assert caught.value.code is ErrorCode.UNSUPPORTED
+
+
+def test_with_a_draft_it_is_a_text_model() -> None:
+    """One that has eyes and a draft decodes speculatively; pictures are refused with the reason."""
+    from mlx_bulkhead.protocol.values import Draft
+    from mlx_bulkhead.worker.engines.vision import why_blind
+
+    load = Load("tiny", "/m", draft=Draft("/d"))
+    assert "draft" in why_blind(load)
+    assert why_blind(Load("tiny", "/m")) == ""

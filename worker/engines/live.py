@@ -37,18 +37,8 @@ class Live:
     """
 
     __slots__ = (
-        "cache",
-        "cached",
-        "caching",
-        "chooser",
-        "facts",
-        "features",
-        "hit",
-        "ids",
-        "left",
-        "marks",
-        "row",
-        "start",
+        *("cache", "cached", "caching", "chooser", "facts", "features", "hit"),
+        *("ids", "left", "marks", "row", "sought", "start"),
     )
 
     def __init__(self, row: Row, facts: Facts) -> None:
@@ -61,6 +51,8 @@ class Live:
         self.cached = 0
         self.caching = False
         """Whether it takes part in the prompt cache, and there is one."""
+        self.sought = False
+        """Whether the prompt cache was asked for a prefix of it."""
         self.hit = 0
         """Tokens that came from the prompt cache."""
         self.features: Any = None
@@ -78,6 +70,11 @@ class Live:
     def prefilling(self) -> bool:
         """Whether no token was generated yet."""
         return len(self.ids) == self.start
+
+    @property
+    def unread(self) -> int:
+        """Tokens of its prompt that are not in its cache yet."""
+        return len(self.ids) - self.cached
 
     def reached(self) -> bool | None:
         """None: its prefill is not at a mark. Else whether what is there goes to disk; the mark is gone then."""
@@ -110,7 +107,8 @@ class Live:
 
     def restart(self) -> None:
         """Forget cache and chooser; a new chooser goes on at the same position."""
-        self.cache, self.cached, self.hit, self.marks, self.features = None, 0, 0, [], None
+        self.cache, self.cached, self.hit, self.marks, self.sought = None, 0, 0, [], False
+        self.features = None
         self.rechoose()
 
     def rechoose(self) -> None:

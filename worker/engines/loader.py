@@ -41,7 +41,7 @@ def open_engine(load: Load, report: Report) -> Engine:
         from .hub import download
 
         path = download(load.model, report)
-    else:
+    elif load.draft is None or resolve_model(load.draft.model) is not None:
         # Read when the library is imported; without it a local tokenizer may still ask the hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
     report("checking", 0, 0)
@@ -60,15 +60,20 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     from ..text.templates import describe
     from .adapters import Adapters
     from .batch import can_batch
+    from .dflash.opening import WITH_ADAPTER, make_engine, open_draft
     from .grouped import Groups
+    from .hub import download
     from .kv import KVCaches
     from .live import Facts
     from .prepare import Preparer
+    from .seeing import Seeing
     from .text import TextEngine
-    from .vision import check_options, is_vision, load_vision
+    from .vision import check_options, is_vision, load_vision, vision_preparer, why_blind
 
     config = read_config(path)
-    seeing = is_vision(path, config) and (load.max_images > 0 or not _is_text(path, config, load))
+    eyes = is_vision(path, config)
+    blind = why_blind(load) if eyes and _is_text(path, config, load) else ""
+    seeing = eyes and not blind
     if seeing:
         check_options(load)
     else:
@@ -82,7 +87,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     memory_before = measure()
     report("tokenizer", 0, 0)
     tokenizer = _load_tokenizer(path, load)  # first, since it fails sooner than a large model loads
-    sight, blind = None, ""
+    sight = None
     if seeing:
         try:
             sight = load_vision(path, load, report)
@@ -95,7 +100,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     generation = read_generation_config(path)
     caches = KVCaches(model, load)
     vocabulary, filled = _warm_up(path, model, caches.make)
-    adapters = Adapters(model, load, caches.make)
+    adapters = Adapters(model, load, caches.make, caps.memory)
     eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
     together = can_batch(caches.make()) and (sight is None or sight.batchable)
@@ -111,6 +116,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         sight=sight,
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
+    opened = open_draft(load, facts, config, caps.backend, report, lambda name: download(name, report))
     info = WorkerInfo(
         engine="text" if sight is None else "vision",
         model_type=config["model_type"],
@@ -134,19 +140,25 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         versions=versions,
         kv_cache=caches.info,
         adapters=adapters.infos,
+        speculation=opened.info if opened is not None else None,
     )
-    if sight is not None:
-        from ..vision.prepare import VisionPreparer
-        from ..vision.sources import ImageLimits
+    limit = info.limits.context_tokens
+    preparer = (
+        Preparer(tokenizer, vocabulary, limit, facts.eos, blind)
+        if sight is None
+        else vision_preparer(load, tokenizer, vocabulary, limit, facts.eos, sight)
+    )
 
-        preparer = VisionPreparer(
-            tokenizer, vocabulary, info.limits.context_tokens, facts.eos, sight, ImageLimits.of(load)
-        )
-        return TextEngine(info, facts, preparer, caps, store)
-    preparer = Preparer(tokenizer, vocabulary, info.limits.context_tokens, facts.eos, blind)
-    if adapters.infos:
-        return Groups(lambda: TextEngine(info, facts, preparer, caps, store), preparer, adapters)
-    return TextEngine(info, facts, preparer, caps, store)
+    def make() -> TextEngine:
+        engine = TextEngine(info, facts, preparer, caps, store)
+        if opened is not None:
+            engine.plain_because = opened.info.reason or WITH_ADAPTER
+        return engine
+
+    base = make()
+    if opened is not None and opened.pair is not None:
+        base = make_engine(opened, base, facts, load, path, tokenizer)
+    return (Groups if sight is None else Seeing)(base, make, preparer, adapters)
 
 
 def _import_library(path: Path) -> None:

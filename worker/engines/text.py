@@ -2,7 +2,8 @@
 
 It owns which rows there are and where each of them is. A newcomer beside rows that decode is a guest first: it is
 prefilled alone, chunk by chunk, and joins them in the batch once it has its first token. Several newcomers at once
-go into the batch as they are. Models whose caches cannot be merged serve their rows one after the other.
+go into the batch as they are, as far as it has room for prompts; of those that wait for room, a short one is a guest.
+Models whose caches cannot be merged serve their rows one after the other.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats, Memory, WorkerInfo
+from ...protocol.values import CacheStats, Memory, SpeculationStats, WorkerInfo
 from ..cache.store import PrefixStore
 from ..memory.caps import Caps, measure
 from .adapter_files import pick_adapter
-from .base import Prepared, Row, RowFailed, StepOut, TokenOut
+from .base import Prepared, Row, RowFailed, Served, StepOut, TokenOut
 from .batch import Batch, can_part
 from .live import Facts, Live
 from .prepare import Preparer
@@ -41,7 +42,7 @@ _BATCH_FAULTS = (ValueError, TypeError, AttributeError, LookupError, NotImplemen
 
 
 class TextEngine:
-    """Implements `base.Engine`."""
+    """Implements `base.Engine` for the rows of one adapter, or of none; `grouped` has the adapters."""
 
     def __init__(
         self, info: WorkerInfo, facts: Facts, preparer: Preparer, caps: Caps, store: PrefixStore | None = None
@@ -65,6 +66,10 @@ class TextEngine:
         self._served: OrderedDict[bytes, str] = OrderedDict()
         self._token_seconds: float | None = None
         self._decode_seconds: float | None = None
+        self.plain_because = ""
+        """Why it serves rows without speculation, in a load with a draft."""
+        self.on_lone_step: Callable[[float], None] | None = None
+        """Told the seconds of each step of a lone row."""
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         pick_adapter(request.adapter, (), "")
@@ -76,6 +81,18 @@ class TextEngine:
         self._rows[row.request_id] = live
         self._waiting.append(live)
         self._note(live, self.info.engine)
+
+    def adopt(self, live: Live) -> None:
+        """Take a row in the middle of its way, with the cache that it has. A lone one decodes at once."""
+        quiet = not self._rows
+        live.caching = live.row.caching and self._store is not None
+        self._rows[live.row.request_id] = live
+        self._note(live, self.info.engine)
+        if quiet and live.cached == len(live.ids) - 1:
+            self._solo.start(live)
+            self._solo.prefill(1)  # its neighbours then wait for it no more than for any that decodes
+        else:
+            self._waiting.append(live)
 
     def remove(self, request_id: bytes) -> bool:
         live = self._rows.pop(request_id, None)
@@ -89,6 +106,8 @@ class TextEngine:
             self._keep(live, live.cache, live.cached, False, True)
         elif live in self._waiting:
             self._waiting.remove(live)
+            if live.cached > live.hit:  # it was a guest already
+                self._keep(live, live.cache, live.cached, False, True)
         elif self._batch is not None:
             self._batch.remove(live)
         return True
@@ -104,7 +123,10 @@ class TextEngine:
         elif self._solo.live is not None:
             began = time.perf_counter()
             outs.append(self._solo.decode())
-            self._decode_seconds = smooth(self._decode_seconds, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._decode_seconds = smooth(self._decode_seconds, seconds)
+            if self.on_lone_step is not None:
+                self.on_lone_step(seconds)
         for out in outs:
             if isinstance(out, RowFailed) or (isinstance(out, TokenOut) and out.finish is not None):
                 self._rows.pop(out.request_id, None)
@@ -120,8 +142,8 @@ class TextEngine:
         in_batch = self._batch is not None and self._batch.prefilling
         return bool(self._waiting) or self._solo.prefilling or self._guest.live is not None or in_batch
 
-    def engine_for(self, request_id: bytes) -> str:
-        return self._served.get(request_id, self.info.engine)
+    def served(self, request_id: bytes) -> Served:
+        return Served(self._served.get(request_id, self.info.engine), self.plain_because)
 
     def memory(self) -> Memory:
         return measure()
@@ -129,10 +151,16 @@ class TextEngine:
     def cache_stats(self) -> CacheStats:
         return CacheStats() if self._store is None else self._store.stats()
 
+    def speculation_stats(self) -> SpeculationStats | None:
+        if not self.plain_because:
+            return None
+        return SpeculationStats(mode="plain" if self._rows else "idle", reason=self.plain_because)
+
     def tend(self) -> bool:
         return self._store is not None and self._store.tend()
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Let all rows go. What others share stays."""
         self._rows.clear()
         self._waiting.clear()
         self._solo.drop()
@@ -140,6 +168,10 @@ class TextEngine:
         if self._batch is not None:
             self._batch.close()
             self._batch = None
+            self._caps.reassert()  # the generator has put back what it found
+
+    def close(self) -> None:
+        self.release()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -169,12 +201,30 @@ class TextEngine:
             if not solo.prefilling and not batch.prefilling:
                 self._guest.start(self._waiting.popleft())
                 return []
-        newcomers = [*self._waiting]
-        self._waiting.clear()
-        if (guest := self._guest.live) is not None:
+        room = batch.room - solo.prefilling
+        if (guest := self._guest.live) is not None and room > 0:
             self._guest.drop()
-            newcomers.insert(0, guest)
-        return self._join(batch, newcomers)
+            self._waiting.appendleft(guest)
+        newcomers = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        outs = self._join(batch, newcomers) if newcomers else []
+        if self._waiting:
+            self._overtake(batch)
+        return outs
+
+    def _overtake(self, batch: Batch) -> None:
+        """Let the shortest prompt that waits be the guest, if all that are before it are longer.
+
+        Room in the batch still goes by order of arrival, so no prompt waits for ever.
+        """
+        shortest = min(self._waiting, key=lambda live: live.unread)
+        guest = self._guest.live
+        if shortest.unread >= (batch.least_unread if guest is None else guest.unread):
+            return
+        self._waiting.remove(shortest)
+        if guest is not None:
+            self._guest.drop()
+            self._waiting.appendleft(guest)
+        self._guest.start(shortest)
 
     def _place_one(self, batch: Batch) -> None:
         """Prompts with pictures are prefilled alone, whatever their company; so here only one starts at a time."""
@@ -221,8 +271,9 @@ class TextEngine:
     def _fetch(self, live: Live) -> None:
         """Look for a prefix of a row that is to start. Without one it starts from nothing."""
         store = self._store
-        if store is None or not live.caching or live.cache is not None:
+        if store is None or not live.caching or live.sought:
             return
+        live.sought = True
         try:
             live.cache, live.cached = store.fetch(live.row.salt, live.keys())
             if live.cache is not None and self._facts.sight is not None:
@@ -247,8 +298,9 @@ class TextEngine:
     def _prefill(self, solo: Solo, *, decoding: bool) -> list[StepOut]:
         live = solo.live
         assert live is not None
+        prompts = 2 if self._batch is not None and self._batch.prefilling else 1  # one here, some there
         chunk = chunk_size(
-            self._token_seconds, prompts=1, decoding=decoding, decode_seconds=self._decode_seconds or 0.0
+            self._token_seconds, prompts=prompts, decoding=decoding, decode_seconds=self._decode_seconds or 0.0
         )
         before = live.cached
         began = time.perf_counter()

@@ -40,12 +40,20 @@ def is_vision(path: Path, config: dict[str, Any]) -> bool:
         return False
 
 
+def why_blind(load: Load) -> str:
+    """Why a vision model that mlx-lm can serve as well is to be a text model; empty if it is not."""
+    if load.max_images == 0:
+        return "max_images is 0"
+    return "it is loaded with a draft; load it without one for images" if load.draft is not None else ""
+
+
 def check_options(load: Load) -> None:
     """Raise `LoadProblem` for what this engine does not do."""
     for option, given in (
         ("kv_bits", load.kv_bits is not None),
         ("max_kv_size", load.max_kv_size is not None),
         ("adapters", bool(load.adapters)),
+        ("draft", load.draft is not None),
     ):
         if given:
             raise LoadProblem(
@@ -99,3 +107,13 @@ def load_vision(path: Path, load: Load, report: Report) -> Any:
             ErrorCode.UNSUPPORTED,
         )
     return sight
+
+
+def vision_preparer(
+    load: Load, tokenizer: Any, vocabulary: int, context_limit: int, eos: frozenset[int], sight: Any
+) -> Any:
+    """What prepares the requests of a vision model."""
+    from ..vision.prepare import VisionPreparer
+    from ..vision.sources import ImageLimits
+
+    return VisionPreparer(tokenizer, vocabulary, context_limit, eos, sight, ImageLimits.of(load))
