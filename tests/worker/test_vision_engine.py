@@ -380,3 +380,30 @@ def test_with_a_draft_it_is_a_text_model() -> None:
     load = Load("tiny", "/m", draft=Draft("/d"))
     assert "draft" in why_blind(load)
     assert why_blind(Load("tiny", "/m")) == ""
+
+
+def test_pictures_that_must_go_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where tokens of a picture see each other both ways; what the cache has of half a picture is no use then."""
+    engine: Any = open_vlm(cache_entries=16)
+    sight = engine._base._facts.sight
+    chunks: list[tuple[int, int]] = []
+    advance = type(sight).advance
+
+    def note(self: Any, live: Any, end: int) -> int:
+        start, reached = live.cached, advance(self, live, min(end, live.cached + 3))
+        chunks.append((start, reached))
+        return reached
+
+    monkeypatch.setattr(type(sight), "advance", note)
+    monkeypatch.setattr(type(sight), "_in_parts", lambda self, live, features, layers: False)
+    try:
+        end = engine.prepare(b"p" * 16, ask("What is this?", "red")).row.media.end
+        assert tuple(play(engine, ask("What is this?", "red"))[0]) == expected("qwen2_vl", "What is this?", "red")
+        assert chunks[0] == (0, end)
+        assert chunks[1][1] == end + 3
+        keys = engine.prepare(b"p" * 16, ask("What is this?", "red")).row.media.keys
+        half = [*keys[: end - 1], 7]
+        monkeypatch.setattr("mlx_bulkhead.worker.engines.live.Live.keys", lambda self: half + self.ids[len(half) :])
+        assert tuple(play(engine, ask("What is this?", "red"))[0]) == expected("qwen2_vl", "What is this?", "red")
+    finally:
+        engine.close()
