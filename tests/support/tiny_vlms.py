@@ -18,6 +18,7 @@ IMAGE_MARKS = {
     "smolvlm": "<image>",
     "qwen3_vl": "<|vision_start|><|image_pad|><|vision_end|>",
     "qwen3_5": "<|vision_start|><|image_pad|><|vision_end|>",
+    "gemma4": "<|image|>",
 }
 """What a picture is in the text that each family's template makes."""
 
@@ -33,6 +34,7 @@ _EXTRA = {
     ),
     "qwen3_vl": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
     "qwen3_5": ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"),
+    "gemma4": ("<|image|>", "<|image>", "<image|>", "<|video|>"),
 }
 _IMAGE_TOKEN = {
     "qwen2_vl": "<|image_pad|>",
@@ -40,8 +42,12 @@ _IMAGE_TOKEN = {
     "smolvlm": "<image>",
     "qwen3_vl": "<|image_pad|>",
     "qwen3_5": "<|image_pad|>",
+    "gemma4": "<|image|>",
 }
 FAMILIES = tuple(IMAGE_MARKS)
+
+_TIED = {"gemma3": 0.1, "gemma4": 0.02}
+"""mlx-vlm ties the heads of these. Embeddings are so much smaller there, so that a token does not predict itself."""
 
 _TEMPLATE = """\
 {%- for message in messages %}
@@ -100,6 +106,9 @@ def make_tiny_vlm(directory: Path, *, family: str = "qwen2_vl", seed: int = 0, v
     tokenizer.save(str(directory / "tokenizer.json"))
     template = (_LIST_TEMPLATE if family == "smolvlm" else _TEMPLATE).replace("MARK", IMAGE_MARKS[family])
     special = {}
+    if family == "gemma4":
+        names = {"image_token": "<|image|>", "boi_token": "<|image>", "eoi_token": "<image|>"}
+        special = {"extra_special_tokens": names}
     if family == "gemma3":
         special = {
             "extra_special_tokens": {
@@ -170,6 +179,39 @@ def _config(family: str, text: dict[str, Any], tokenizer: Any, image: int) -> di
             "text_config": {**text, "model_type": "llama"},
             "vision_config": siglip,
         }
+    if family == "gemma4":
+        # Tokens of a picture see each other both ways, layers share caches, and each has inputs of its own.
+        return {
+            "hidden_size": text["hidden_size"],
+            "image_token_id": image,
+            "boi_token_id": tokenizer.token_to_id("<|image>"),
+            "eoi_token_id": tokenizer.token_to_id("<image|>"),
+            "text_config": {
+                **text,
+                "model_type": "gemma4_text",
+                "num_hidden_layers": 4,
+                "head_dim": 32,
+                "global_head_dim": 32,
+                "num_kv_shared_layers": 1,
+                "hidden_size_per_layer_input": 16,
+                "vocab_size_per_layer_input": text["vocab_size"],
+                "sliding_window": 64,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+                "use_bidirectional_attention": "vision",
+                "use_double_wide_mlp": False,
+            },
+            "vision_config": {
+                "hidden_size": 64,
+                "intermediate_size": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 32,
+                "global_head_dim": 32,
+                "patch_size": 8,
+                "default_output_length": 70,
+            },
+        }
     deep = family == "qwen3_vl"
     if deep:
         language = {"model_type": "qwen3_vl_text", "rope_scaling": {"type": "default", "mrope_section": [4, 6, 6]}}
@@ -206,6 +248,9 @@ def _config(family: str, text: dict[str, Any], tokenizer: Any, image: int) -> di
 
 
 def _processor(family: str) -> dict[str, dict[str, Any]]:
+    if family == "gemma4":
+        size = {"patch_size": 8, "max_soft_tokens": 70, "pooling_kernel_size": 3}
+        return {"processor_config.json": {"image_processor": size, "processor_class": "Gemma4Processor"}}
     mean = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5]}
     if family.startswith("qwen"):
         return {
@@ -264,10 +309,10 @@ def _save_weights(directory: Path, config: dict[str, Any], quiet: list[int], see
         if name.endswith("mm_input_projection_weight"):
             # Gemma scales what comes from pictures down before it scales all embeddings up.
             weights[name] = weights[name] * config["hidden_size"] ** 0.5
-        if family_ties := config["model_type"] == "gemma3" and name.endswith("embed_tokens.weight"):
-            # mlx-vlm ties the head of this family: small embeddings, so that a token does not predict itself.
-            weights[name] = weights[name] * 0.1
-        if family_ties or name.endswith("lm_head.weight"):
+        tied = name.endswith("language_model.model.embed_tokens.weight") and config["model_type"] in _TIED
+        if tied:
+            weights[name] = weights[name] * _TIED[config["model_type"]]
+        if tied or name.endswith("lm_head.weight"):
             weights[name][mx.array(quiet)] = 0
     mx.save_safetensors(str(directory / "model.safetensors"), weights, metadata={"format": "mlx"})
 
