@@ -23,7 +23,11 @@ def make_draft(directory: Path, target: Path) -> Path:
 
 if __name__ == "__main__":
     what, where, of = sys.argv[1:]
-    if what == "model":
+    if what == "model" and of == "vision":
+        from tests.support.tiny_vlms import make_tiny_vlm
+
+        make_tiny_vlm(Path(where), max_pixels=640 * 640)
+    elif what == "model":
         from tests.support.tiny_models import make_tiny
 
         make_tiny(Path(where), architecture=of, max_position_embeddings=CONTEXT)

@@ -18,6 +18,7 @@ from .recovery import recovery
 from .single import single
 from .speculation import real_pair, speculation, speculation_equal
 from .together import eight, sixteen
+from .vision import vision
 from .wire import wire
 
 NEEDS_DRAFT = "real-pair"
@@ -47,5 +48,6 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "speculation-equal": speculation_equal,
     "real-pair": real_pair,
     "footprint": footprint,
+    "vision": vision,
     "wire": wire,
 }

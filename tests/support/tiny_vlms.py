@@ -84,8 +84,18 @@ _TEXT: dict[str, Any] = {
 }
 
 
-def make_tiny_vlm(directory: Path, *, family: str = "qwen2_vl", seed: int = 0, vocab_size: int = 2048) -> Path:
-    """Write a random vision model of `family` into `directory` and return it. Float32."""
+def make_tiny_vlm(
+    directory: Path,
+    *,
+    family: str = "qwen2_vl",
+    seed: int = 0,
+    vocab_size: int = 2048,
+    max_pixels: int = 28 * 28 * 16,
+) -> Path:
+    """Write a random vision model of `family` into `directory` and return it. Float32.
+
+    max_pixels: to which a Qwen processor shrinks a picture; one token each 28 x 28 of them.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer = tiny_models._train_tokenizer(vocab_size, _EXTRA[family])
     eos, pad = tokenizer.token_to_id("<|im_end|>"), tokenizer.token_to_id("<|endoftext|>")
@@ -131,7 +141,7 @@ def make_tiny_vlm(directory: Path, *, family: str = "qwen2_vl", seed: int = 0, v
             **special,
         },
     )
-    for name, value in _processor(family).items():
+    for name, value in _processor(family, max_pixels).items():
         _write(directory / name, value)
     return directory
 
@@ -247,7 +257,7 @@ def _config(family: str, text: dict[str, Any], tokenizer: Any, image: int) -> di
     }
 
 
-def _processor(family: str) -> dict[str, dict[str, Any]]:
+def _processor(family: str, max_pixels: int) -> dict[str, dict[str, Any]]:
     if family == "gemma4":
         size = {"patch_size": 8, "max_soft_tokens": 70, "pooling_kernel_size": 3}
         return {"processor_config.json": {"image_processor": size, "processor_class": "Gemma4Processor"}}
@@ -260,7 +270,7 @@ def _processor(family: str) -> dict[str, dict[str, Any]]:
                 "merge_size": 2,
                 "temporal_patch_size": 2,
                 "min_pixels": 28 * 28,
-                "max_pixels": 28 * 28 * 16,
+                "max_pixels": max_pixels,
                 "image_processor_type": "Qwen2VLImageProcessor",
             }
         }

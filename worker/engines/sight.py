@@ -32,12 +32,12 @@ class Inputs:
     extra: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Media:
     """The pictures of a row."""
 
     inputs: Inputs | None
-    """None once it is prefilled: pixels are large."""
+    """None once it is prefilled, or while too much waits: pixels are large."""
     again: Callable[[], Inputs]
     """Makes them anew, for a row that starts over."""
     keys: list[int]
@@ -48,6 +48,11 @@ class Media:
     """[3, 1, tokens] of the prompt, where they depend on pictures."""
     delta: Any = None
     """[1, 1]: what is added to the place of a token after the pictures."""
+
+    @property
+    def pixel_bytes(self) -> int:
+        """What its pixels take now."""
+        return getattr(self.inputs.pixels, "nbytes", 0) if self.inputs is not None else 0
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from array import array
 from collections.abc import Sequence
 from dataclasses import replace
@@ -21,6 +22,8 @@ from .places import has_images, place
 from .prompts import Turns, render_chat
 from .sources import ImageLimits, check_count, read_all
 
+HELD_BYTES: Final = 2**30
+"""Pixels of requests that wait or are prefilled. What is over it is decoded again later."""
 _MEDIA_KEY: Final = 0x8000_0000
 """Set in the keys of picture tokens: no vocabulary has such ids."""
 
@@ -42,6 +45,7 @@ class VisionPreparer(Preparer):
         self._limits = limits
         self._turns = self._tokenizer = Turns(tokenizer)
         self._media: Media | None = None
+        self._prepared: weakref.WeakSet[Media] = weakref.WeakSet()
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         """Render, tokenise, check. Raises `Refused`."""
@@ -74,7 +78,10 @@ class VisionPreparer(Preparer):
 
         ids = inputs.ids
         keys = media_keys(ids, sight.image_tokens, [hashlib.sha256(file).digest() for file in files])
-        self._media = sight.media(inputs, keys, again)
+        media = self._media = sight.media(inputs, keys, again)
+        self._prepared.add(media)
+        if sum(other.pixel_bytes for other in self._prepared) > HELD_BYTES:
+            media.inputs = None  # made anew when its turn comes
         return self._checked(ids)
 
 
