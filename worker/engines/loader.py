@@ -44,6 +44,9 @@ def open_engine(load: Load, report: Report) -> Engine:
     elif load.draft is None or resolve_model(load.draft.model) is not None:
         # Read when the library is imported; without it a local tokenizer may still ask the hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if load.draft is not None:
+        # On CUDA a plan is made for each length of the KV cache, and blocks meet new lengths all the time.
+        os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
     report("checking", 0, 0)
     check_model(path)
     report("importing", 0, 0)
