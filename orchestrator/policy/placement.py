@@ -74,8 +74,8 @@ def never_fits(place: Place, ledger: Ledger, rules: Rules) -> str | None:
         return None
     beside = f", and pinned models hold {size(taken)} of it ({_names(pinned)})" if pinned else ""
     return (
-        f"model {place.name!r} needs {size(place.share)}, and memory.budget is {size(rules.budget)}{beside}; raise the "
-        "budget, or make the model smaller: a lower context_limit or memory_limit, kv_bits, a quantised checkpoint"
+        f"model {place.name!r} needs {size(place.share)}, and memory.budget is {size(rules.budget)}{beside}; "
+        "raise the budget, or make the model smaller: a lower context_limit or memory_limit, kv_bits, a quantised checkpoint"
     )
 
 

@@ -295,7 +295,7 @@ class Walk(RuleBasedStateMachine):
         assert all(self.room.now - since < 30.0 for since in self.asked.values())
 
     def teardown(self) -> None:
-        """With an idle host in which all pinned ones have ended, whoever still waits is served or has been refused."""
+        """In an idle host whose models have ended, whoever still waits is served or has been refused."""
         self.post(v.Sampled(None, Pressure.NORMAL))
         for name in list(self.alive):
             self.ends(name, False)
