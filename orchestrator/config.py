@@ -17,6 +17,7 @@ from msgspec import Meta
 from ..protocol import checks
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest
+from .memory_config import MemoryConfig, check_ranges
 from .options import LOAD_OPTIONS, LoadOptions, closest, local_path, make_load
 from .policy.lifecycle_values import Budgets
 from .policy.restart import RestartPolicy
@@ -102,6 +103,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
     adapter: str = ""
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
+    pin: bool = False
+    """Once loaded it never makes room for another, nor leaves because it is idle."""
+    ttl_s: float | None = None
+    """Idle seconds after which it is unloaded. None: `memory.ttl_s`."""
 
     def load(self, name: str) -> Load:
         """The command that loads it. Raises `BadRequest`."""
@@ -120,6 +125,7 @@ class Config(msgspec.Struct, frozen=True):
     defaults: DefaultsConfig = DefaultsConfig()
     limits: LimitsConfig = LimitsConfig()
     restart: RestartPolicy = RestartPolicy()
+    memory: MemoryConfig = MemoryConfig()
     models: dict[str, ModelConfig] = {}
 
     @classmethod
@@ -197,6 +203,8 @@ def _check_ranges(config: Config) -> None:
         value = getattr(config.restart, key)
         if not low <= value <= high:  # false for NaN too
             raise ConfigError(f"restart.{key} is {value}: it must be {low:g} to {high:g}")
+    if words := check_ranges(config.memory, {name: model.ttl_s for name, model in config.models.items()}):
+        raise ConfigError(words)
     for name, model in config.models.items():
         try:
             model.load(name)

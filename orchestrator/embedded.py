@@ -31,6 +31,7 @@ from .frontdoor import FrontDoor
 from .incarnation import Plant
 from .local_stream import LocalStream
 from .options import GenerateOptions, LoadOptions, differing_options, make_generate, make_load
+from .placement import Placement
 from .policy.lifecycle import State
 from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
@@ -69,6 +70,7 @@ class Orchestrator:
         self._with_front_door = front_door
         self._command = tuple(worker_command)
         self._supervisors: dict[str, Supervisor] = {}
+        self._placement = Placement(self.config)
         self._configured: dict[str, Load] = {name: model.load(name) for name, model in self.config.models.items()}
         self._entered = False
         self._closing = False
@@ -117,6 +119,7 @@ class Orchestrator:
             restart=self.config.restart,
             aborts={},
             free_memory=free_memory,
+            placement=self._placement,
         )
         self._started_at = time.monotonic()
         self._awake = KeepAwake(self.config.keep_awake)
@@ -152,7 +155,7 @@ class Orchestrator:
                 await asyncio.wait(late)
         await self._spares.close()
         await self._awake.close()
-        for worker in workers:
+        for worker in (*workers, self._placement):
             worker.close()
         if self._keep_alive is not None:
             self._keep_alive.cancel()
@@ -177,7 +180,6 @@ class Orchestrator:
 
     @property
     def lost_run_dir(self) -> bool:
-        """Whether somebody deleted the run directory, which asks for a shutdown."""
         return self._lost_run_dir
 
     @property
@@ -290,8 +292,7 @@ class Orchestrator:
 
     def cancel_id(self, request_id: bytes) -> None:
         """Cancel by id; an unknown id is a no-op."""
-        request = self._table.find(request_id)
-        if request is not None:
+        if (request := self._table.find(request_id)) is not None:
             self.cancel(request)
 
     def model_statuses(self) -> list[ModelStatus]:
@@ -323,7 +324,7 @@ class Orchestrator:
         )
         if self._front_door is not None:
             daemon.update(self._front_door.figures())
-        return StatsReply(models=statuses, daemon=daemon)
+        return StatsReply(models=statuses, daemon=daemon, placement=self._placement.view())
 
     # ---- inside -----------------------------------------------------------------------------------------
 
@@ -364,8 +365,7 @@ class Orchestrator:
     def _cancel(self, request: LiveRequest, reason: CancelReason) -> None:
         if request.closed:
             return
-        supervisor = self._supervisors.get(request.model)
-        if supervisor is not None:
+        if (supervisor := self._supervisors.get(request.model)) is not None:
             supervisor.cancel(request, reason)
         else:
             self._table.end_here(request, reason)

@@ -30,6 +30,7 @@ from .policy.lifecycle import Effect, Model, State
 from .policy.restart import is_stable, is_victim
 from .requests import LiveRequest
 from .run_dir import log_path
+from .seat import Seat, Step
 from .waiters import OnProgress, Waiters
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ class Supervisor:
         self._crew = Crew(host, self.name, self._requests, self._log, self)
         self._loop = asyncio.get_running_loop()
         self._model = Model()
+        self._seat = Seat(host.placement, load, self._post)
         self._events: deque[lifecycle.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
@@ -73,7 +75,7 @@ class Supervisor:
         """Whether the model is gone, or going without coming back."""
         model = self._model
         going = model.state in (State.STOPPING, State.DRAINING) and model.after == "stopped"
-        return going or model.state is State.STOPPED
+        return (going or model.state is State.STOPPED) and not self._seat.asleep
 
     @property
     def loading(self) -> bool:
@@ -91,6 +93,7 @@ class Supervisor:
 
     async def unload(self, *, drain: bool = False) -> None:
         """Unload, and return once the process is reaped."""
+        self._seat.asleep = False
         await self._waiters.ended(lambda: self._post(lifecycle.Unwanted(drain=drain)))
 
     async def wait_gone(self) -> None:
@@ -108,6 +111,7 @@ class Supervisor:
     def admit(self, request: LiveRequest) -> None:
         """Take a request: send it now if the worker is READY, else it waits for the load that this starts."""
         self.requests_total += 1
+        self._seat.busy()
         if self.state is State.READY:
             self._requests.dispatch()
         else:
@@ -131,6 +135,10 @@ class Supervisor:
     def request_closed(self, request: LiveRequest) -> None:
         """A request of this model has ended."""
         self._crew.request_closed()
+        if self._seat.active and not self._requests.all():
+            self._seat.idle()
+            if self.state is State.QUEUED and not self._waiters.loading:
+                self._post(lifecycle.Unwanted())
         if self._requests.held and self.state is State.READY and not self._requests.busy():
             self._post(lifecycle.RestartAsked())  # drained, to be recycled
         if request.suspect and self.state is State.READY:
@@ -140,7 +148,7 @@ class Supervisor:
 
     def phase_of_waiting(self) -> Phase:
         """What a request that no worker has is waiting for."""
-        if self.state is State.READY:
+        if self.state in (State.READY, State.QUEUED):
             return "queued"
         return "restarting" if self._model.restarts or self._model.crashes else "loading"
 
@@ -222,6 +230,7 @@ class Supervisor:
                 log.error("%s: %s", self.name, self._model.problem.message)
             self.was_ready = self.was_ready or self._model.state is State.READY
             log.info("%s: %s -> %s (%s)", self.name, before.state, self._model.state, type(event).__name__)
+            self._seat.entered(self._model.state, leaving=self.leaving, load=self.load, info=self.info)
         for effect in effects:
             self._carry_out(effect)
         self._arm()
@@ -240,7 +249,7 @@ class Supervisor:
             case Effect.SPAWN:
                 self._spawn()
             case Effect.SEND_LOAD:
-                self._send(msgspec.structs.replace(self.load, env={}))
+                self._send(msgspec.structs.replace(self._seat.capped(self.load), env={}))
             case Effect.DISPATCH:
                 self._requests.dispatch()
             case Effect.SAVE_REQUESTS:
@@ -270,8 +279,11 @@ class Supervisor:
         return self._model.problem or lifecycle.Problem(ErrorCode.UNLOADED, "the model was unloaded")
 
     def _spawn(self) -> None:
-        """Start a worker, if the host has the memory that the last one took."""
+        """Start a worker, if it has a place and the host has the memory that the last one took."""
         self.info = None
+        if news := self._seat.enter(self.load, busy=bool(self._requests.all())):
+            self._events.extend(news)
+            return
         if (message := self._crew.lacks_room()) is not None:
             self._events.append(lifecycle.NoRoom(message))
             return
@@ -361,7 +373,15 @@ class Supervisor:
         self._health_timer = self._loop.call_later(HEALTH_TICK_S, self._check_health)
         self._crew.check_health(self._forgiven_until, self.load, now)
         worker = self._crew.worker
-        if worker is None or self.state not in (State.READY, State.DRAINING):
+        if worker is None or self.state not in (State.LOADING, State.READY, State.DRAINING):
+            return
+        if (over := self._seat.over(worker, self.load)) is not None:
+            if over.step is Step.KILL:
+                self._post(lifecycle.Stalled(over.words + worker.last_words(), ErrorCode.OUT_OF_MEMORY))
+                return
+            if self.state is State.READY and self._crew.drain(over.words):
+                self._post(lifecycle.RestartAsked())
+        if self.state is State.LOADING:
             return
         self._health = worker.health(self.load.stall_budget_s, self._forgiven_until, now)
         if self._health is health.Health.SUSPENDED:

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from .values import Channel, FinishReason, ModelStatus, Phase, Timings, ToolCall, Usage, WorkerInfo, WorkerStats
+from .values import (
+    Channel,
+    FinishReason,
+    ModelStatus,
+    Phase,
+    PlacementInfo,
+    Timings,
+    ToolCall,
+    Usage,
+    WorkerInfo,
+    WorkerStats,
+)
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -118,6 +129,8 @@ class StatsReply(Event, tag=0x4A, frozen=True):
     """Set when a worker answers."""
     daemon: dict[str, float] = {}
     """Figures of the orchestrator: rss_bytes, uptime_s, clients, requests, frames_refused, …"""
+    placement: PlacementInfo | None = None
+    """The memory budget, if there is one."""
 
 
 class Heartbeat(Event, tag=0x4B, frozen=True):

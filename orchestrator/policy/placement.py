@@ -75,7 +75,7 @@ def never_fits(place: Place, ledger: Ledger, rules: Rules) -> str | None:
     beside = f", and pinned models hold {size(taken)} of it ({_names(pinned)})" if pinned else ""
     return (
         f"model {place.name!r} needs {size(place.share)}, and memory.budget is {size(rules.budget)}{beside}; "
-        "raise the budget, or make the model smaller: a lower context_limit or memory_limit, kv_bits, a quantised checkpoint"
+        "raise the budget, or make it smaller by a context_limit, a memory_limit, kv_bits or a quantised checkpoint"
     )
 
 
