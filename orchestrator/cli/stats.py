@@ -12,6 +12,7 @@ from ...protocol.events import StatsReply
 from ...protocol.exit_codes import CliExit
 from ...protocol.values import ModelStatus
 from .common import Json, RunDir, connect, mib, print_json, span, table
+from .ledger import report
 
 HEADINGS = [
     *("NAME", "STATE", "RUNNING", "QUEUED", "PROMPT TOK", "REUSED TOK", "TOK"),
@@ -46,7 +47,10 @@ def _text(reply: StatsReply) -> str:
     daemon = dict(reply.daemon)
     head = f"daemon: up {span(daemon.pop('uptime_s', 0.0))}, {mib(daemon.pop('rss_bytes', 0.0))}"
     rest = ", ".join(f"{key} {value:g}" for key, value in daemon.items())
-    return "\n".join([f"{head}, {rest}" if rest else head, table([_row(model) for model in reply.models], HEADINGS)])
+    lines = [f"{head}, {rest}" if rest else head, table([_row(model) for model in reply.models], HEADINGS)]
+    if reply.placement is not None:
+        lines += ["", report(reply.placement)]
+    return "\n".join(lines)
 
 
 def _row(model: ModelStatus) -> list[str]:

@@ -11,7 +11,7 @@ import msgspec
 
 from ...protocol.commands import Load
 
-PROCESS_BYTES = 128 * 2**20
+PROCESS_BYTES = 100 * 2**20
 """An interpreter with its libraries, tokenizer included, and no model."""
 
 FILL = 0.8
@@ -22,7 +22,7 @@ ROWS = 4
 
 FUSED_CHUNK = 2048
 """Prompt tokens in one step where attention is one kernel; the engine takes no more."""
-PLAIN_CHUNK = 512
+PLAIN_CHUNK = 128
 """The same on CPUs, where chunks are cut by time and attention writes out its scores."""
 
 KV_STEP = 256

@@ -265,9 +265,7 @@ async def test_what_is_too_large_or_of_unknown_size_is_refused_at_once(short_tmp
     async with fake_host(short_tmp / "r", config=three()) as host:
         with pytest.raises(OutOfMemory, match=r"needs 11\.00 GiB, and memory\.budget is 10\.00 GiB"):
             await host.load("big", "fake", memory_limit=11 * GIB)
-        with pytest.raises(
-            OutOfMemory, match="a directory here nor a downloaded model; set its memory_limit"
-        ):
+        with pytest.raises(OutOfMemory, match="a directory here nor a downloaded model; set its memory_limit"):
             await host.load("new", "fake")
 
 
