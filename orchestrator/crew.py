@@ -136,7 +136,7 @@ class Crew:
         return self.drain(reason)
 
     def drain(self, reason: str) -> bool:
-        """Replace the worker once its requests have ended, none following them. True: nothing runs, so restart now."""
+        """Replace the worker once its requests have ended; new ones wait. True: nothing runs, so restart now."""
         if self._requests.held:
             return False
         log.info("%s: to be recycled, without room for two: %s", self._name, reason)

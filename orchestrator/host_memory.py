@@ -24,7 +24,7 @@ FULL_CRITICAL = 5.0
 """The same in which no task could do anything else."""
 
 _MAC_LEVELS = {1: Pressure.NORMAL, 2: Pressure.WARN, 4: Pressure.CRITICAL}
-# <sys/resource.h>: flavour 4 of proc_pid_rusage is a UUID of 16 bytes and 64-bit counters; the eighth is the footprint.
+# <sys/resource.h>: flavour 4 of proc_pid_rusage is a UUID of 16 bytes and 64-bit counters, the eighth the footprint.
 _RUSAGE_FLAVOUR = 4
 _RUSAGE_BYTES = 512
 _FOOTPRINT_OFFSET = 16 + 8 * 7

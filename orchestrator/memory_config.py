@@ -130,7 +130,7 @@ def _too_large(models: dict[str, Configured], budget: int) -> str | None:
         if model.share > budget - beside:
             rest = f", of which pinned models take {size(beside)}" if beside else ""
             return (
-                f"models.{name} needs {size(model.share)}, but memory.budget is {size(budget)}{rest}; raise the budget, "
-                "or set its context_limit, memory_limit or kv_bits lower"
+                f"models.{name} needs {size(model.share)}, but memory.budget is {size(budget)}{rest}; raise the "
+                "budget, or set its context_limit, memory_limit or kv_bits lower"
             )
     return None

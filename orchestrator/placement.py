@@ -1,7 +1,7 @@
 """Holds the ledger of the memory budget, and is the only writer of it: grants places, evicts and refuses.
 
-Deciding is `policy/placement.py`'s. A model's supervisor meets it through its seat (`seat.py`) only. Without a budget,
-a bound or a TTL it is not `active`, and everybody has a place at once.
+Deciding is `policy/placement.py`'s. A model's supervisor meets it through its seat (`seat.py`) only. Without a
+budget, a bound or a TTL it is not `active`, and everybody has a place at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import logging
 import time
 from collections import deque
 from typing import Protocol
-
 
 from ..protocol.commands import Load
 from ..protocol.values import PlaceInfo, PlacementInfo, WorkerInfo
@@ -169,6 +168,7 @@ class Placement:
         memory = info.memory_after
         if resident := max(memory.footprint, memory.mlx_active):
             self._measured[_key(load)] = resident
+            self.saw(load, resident)
 
     def saw(self, load: Load, used: int) -> None:
         """Bytes that its worker takes now."""

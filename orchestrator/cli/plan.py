@@ -67,6 +67,8 @@ def plan(
 def _plan(
     names: list[str], file: Path | None, budget: int | None, context: int | None, run_dir: Path | None
 ) -> tuple[int, str, list[Planned]]:
+    import msgspec
+
     from .. import host_memory
     from ..config import Config, ModelConfig, load_config
     from ..sizes import UnknownSize, predict_load
@@ -82,9 +84,7 @@ def _plan(
     for name in names:
         model = settings.models.get(name) or ModelConfig(name)
         if context is not None:
-            model = ModelConfig(
-                **{f: getattr(model, f) for f in model.__struct_fields__} | {"context_limit": context}
-            )
+            model = msgspec.structs.replace(model, context_limit=context)
         load = model.load(name[:256])
         try:
             found = predict_load(load, settings.memory.working_context)
@@ -97,12 +97,9 @@ def _plan(
         words = "its config.json tells no dimensions: cache and work are guessed" if found.guessed else ""
         if load.memory_limit is not None and load.memory_limit < found.total:
             words = f"its memory_limit is below what it needs by {mib(found.total - load.memory_limit)}"
-        planned.append(
-            Planned(
-                name, found.process, found.weights, found.adapters, found.kv, found.work, found.total, share, together,
-                fits, found.context, words or f"{found.context} tokens",
-            )
-        )  # fmt: skip
+        words = words or f"{found.context} tokens"
+        parts = (found.process, found.weights, found.adapters, found.kv, found.work, found.total)
+        planned.append(Planned(name, *parts, share, together, fits, found.context, words))
     return limit, source, planned
 
 

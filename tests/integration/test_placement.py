@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,7 @@ JOB = [{"prompt": PROMPT, "max_tokens": 24}]
 @pytest.mark.timeout(180)
 async def test_three_models_with_room_for_two(short_tmp: Path, tiny_model: Path, tiny_llama: Path) -> None:
     twin = short_tmp / "twin"  # a directory of its own: two names for one are refused
-    twin.mkdir()
-    for file in tiny_model.iterdir():
-        (twin / file.name).hardlink_to(file)
+    shutil.copytree(tiny_model, twin)
     models = {"qwen": tiny_model, "llama": tiny_llama, "twin": twin}
     config = Config(
         models={name: ModelConfig(str(path), context_limit=1024) for name, path in models.items()},
