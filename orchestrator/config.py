@@ -144,6 +144,7 @@ _RESTART_RANGES: Final = {
     "base_delay_s": (0.0, 86_400),
     "max_delay_s": (0.0, 86_400),
     "jitter": (0.0, 1.0),
+    "retry_failed_s": (0.0, 86_400),
     "stable_steps": (1, 1_000_000_000),
 }
 

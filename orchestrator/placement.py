@@ -48,6 +48,10 @@ DECISIONS = 32
 """Last decisions that are kept for `stats`."""
 
 
+class LimitTooLow(Exception):
+    """A load's own limit is below what its files hold; the message has the numbers."""
+
+
 class Tenant(Protocol):
     """A model as the ledger's owner sees it."""
 
@@ -107,6 +111,8 @@ class Placement:
             load = model.load(name)
             try:
                 found[name] = Configured(load, model.pin, self._share(load))
+            except LimitTooLow as error:
+                raise ConfigError(f"models.{name}: {error}") from None
             except UnknownSize:  # not there yet, or no model at all, which its load will say
                 found[name] = Configured(load, model.pin, load.memory_limit)
         return found
@@ -126,8 +132,9 @@ class Placement:
             self.post(Gone(name))
         try:
             asked = self._place(load, busy)
-        except UnknownSize as error:
-            message = f"model {name!r} has no place in memory.budget: {error}; set its memory_limit"
+        except (UnknownSize, LimitTooLow) as error:
+            remedy = "; set its memory_limit" if isinstance(error, UnknownSize) else ""
+            message = f"model {name!r} has no place in memory.budget: {error}{remedy}"
             self.tell(f"refused {name}: {message}")
             return Refuse(name, message)
         self._entering, self._answer = name, None
@@ -270,16 +277,20 @@ class Placement:
         )
 
     def _share(self, load: Load) -> int:
-        """What a load holds of the budget: its own limit, else what it is predicted to need. Raises `UnknownSize`."""
+        """What a load holds of the budget: its own limit, else what it is predicted to need. Raises `UnknownSize` and
+        `LimitTooLow`."""
         self._predictions.pop(load.name, None)
         if not self.budgeted:
             return 0
         try:
-            prediction = predict_load(load, self._memory.working_context).corrected(self._measured.get(_key(load), 0))
+            prediction = predict_load(load, self._memory.working_context)
         except UnknownSize:
             if load.memory_limit is None:
                 raise
             return load.memory_limit
+        if load.memory_limit is not None and load.memory_limit < (files := prediction.weights + prediction.adapters):
+            raise LimitTooLow(f"its weights take {size(files)}, and its memory_limit is {size(load.memory_limit)}")
+        prediction = prediction.corrected(self._measured.get(_key(load), 0))
         self._predictions[load.name] = prediction
         return load.memory_limit or prediction.share
 

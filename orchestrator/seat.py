@@ -20,7 +20,7 @@ from .policy import ladder, lifecycle
 from .policy.ladder import Step
 from .policy.lifecycle import State
 from .policy.placement import size
-from .policy.placement_values import Busy, Gone, Idle, Leaves, Loaded, Refuse
+from .policy.placement_values import Busy, Gone, Idle, Leaves, Loaded, Refuse, Starts
 
 SILENT_S = 1.0
 """Without a heartbeat for so long a worker cannot be asked to drain. They come two to four times a second."""
@@ -69,6 +69,8 @@ class Seat:
                 if info is not None:
                     self._placement.learn(load, info)
                 self._placement.post(Loaded(self.name))
+            case State.SPAWNING:
+                self._placement.post(Starts(self.name))
             case State.STOPPED | State.FAILED:
                 self._placement.post(Gone(self.name))
             case State.STOPPING | State.DRAINING if leaving or self.asleep:

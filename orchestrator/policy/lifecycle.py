@@ -89,9 +89,16 @@ def advance(model: Model, event: Event, now: float, budgets: Budgets, policy: Re
 
     Late news of a process that is already being stopped (`HelloGood`, `LoadMoved`, …) change nothing.
     """
+    after, effects = _advance(model, event, now, budgets, policy)
+    if after.state is State.FAILED and model.state is not State.FAILED:
+        after = msgspec.structs.replace(after, failed_at=now)
+    return after, effects
+
+
+def _advance(model: Model, event: Event, now: float, budgets: Budgets, policy: RestartPolicy) -> Decision:
     match event:
         case Wanted():
-            return _wanted(model, event, now)
+            return _wanted(model, event, now, policy)
         case Unwanted():
             return _unwanted(model, event, now, budgets)
         case RestartAsked():
@@ -126,13 +133,14 @@ def _stopping(model: Model, now: float, wait_s: float, rung: int, **changes: obj
     return _to(model, State.STOPPING, deadline=now + wait_s, rung=rung, **changes)
 
 
-def _wanted(model: Model, event: Wanted, now: float) -> Decision:
+def _wanted(model: Model, event: Wanted, now: float, policy: RestartPolicy) -> Decision:
+    rested = policy.retry_failed_s > 0 and now >= model.failed_at + policy.retry_failed_s
     match model.state:
         case State.STOPPED:
             return _spawning(model)
         case State.BACKOFF if event.explicit:
             return _spawning(model, history=RestartHistory())
-        case State.FAILED if event.explicit:
+        case State.FAILED if event.explicit or rested:
             return _spawning(model, history=RestartHistory())
         case State.FAILED:
             return model, (Effect.FAIL_REQUESTS,)

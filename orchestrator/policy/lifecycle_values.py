@@ -70,6 +70,8 @@ class Model(msgspec.Struct, frozen=True):
     """This incarnation has completed as many steps as the restart policy asks for."""
     room_until: float | None = None
     """While there is no room for a restart: when to give up waiting for it."""
+    failed_at: float = 0.0
+    """When it became FAILED."""
     last_exit: str = ""
     crashes: int = 0
     restarts: int = 0

@@ -27,6 +27,7 @@ from .placement_values import (
     Refuse,
     Rules,
     Sampled,
+    Starts,
 )
 
 Decision = tuple[Ledger, tuple[Effect, ...]]
@@ -94,6 +95,11 @@ def _take(ledger: Ledger, event: Event, now: float) -> Ledger:
                 return ledger
             asked = msgspec.structs.replace(place, phase=Phase.WAITING, since=now)
             return msgspec.structs.replace(ledger, places=(*ledger.places, asked))
+        case Starts(name):
+            place = ledger.place(name)
+            if place is None or place.phase is not Phase.RESIDENT:
+                return ledger
+            return _change(ledger, name, phase=Phase.LOADING, since=now)
         case Loaded(name):
             return _change(ledger, name, phase=Phase.RESIDENT, since=now, used_at=now)
         case Leaves(name):

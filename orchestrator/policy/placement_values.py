@@ -99,6 +99,12 @@ class Asked(Event, frozen=True):
     place: Place
 
 
+class Starts(Event, frozen=True):
+    """A model that has a place gets a new worker: after a crash, or on request."""
+
+    name: str
+
+
 class Loaded(Event, frozen=True):
     """Its worker is READY."""
 

@@ -146,6 +146,16 @@ def test_failed_is_left_by_an_explicit_load_only() -> None:
     assert after.state is State.SPAWNING
 
 
+def test_failed_can_be_left_by_a_request_after_a_rest() -> None:
+    """E08, where the configuration says so."""
+    policy = RestartPolicy(retry_failed_s=60.0)
+    model, _ = walk(*UP[:3], lc.LoadRefused(PROBLEM))
+    model, _ = lc.advance(model, lc.Exited(42, "", 0.5), 100.0, BUDGETS, policy)
+    for now, state in ((159.0, State.FAILED), (160.0, State.SPAWNING)):
+        after, _ = lc.advance(model, lc.Wanted(explicit=False), now, BUDGETS, policy)
+        assert after.state is state
+
+
 @pytest.mark.parametrize("state", [s for s in State if s not in (State.SPAWNING, State.STOPPING)])
 def test_an_illegal_edge_raises(state: State) -> None:
     illegal = (

@@ -72,6 +72,16 @@ def test_a_busy_model_is_waited_for() -> None:
     assert room.post(v.Idle("a")) == [Evict("a", "b needs its room")]
 
 
+def test_a_model_whose_worker_is_being_replaced_is_not_made_to_leave() -> None:
+    room = Room()
+    room.resident("a", 10)
+    room.post(v.Starts("a"))
+    assert room.ask("b", 10) == []
+    room.post(v.Loaded("a"))
+    room.now += 10.0
+    assert room.post(v.Tick()) == [Evict("a", "b needs its room")]
+
+
 def test_a_pinned_model_never_leaves() -> None:
     room = Room()
     room.resident("a", 5, pinned=True, ttl_s=1.0)
@@ -255,6 +265,10 @@ class Walk(RuleBasedStateMachine):
     def loaded(self, name: str) -> None:
         if self.room.phase(name) is Phase.LOADING:
             self.post(v.Loaded(name))
+
+    @rule(name=st.sampled_from(NAMES))
+    def starts_again(self, name: str) -> None:
+        self.post(v.Starts(name))
 
     @rule(name=st.sampled_from(NAMES), busy=st.booleans())
     def works(self, name: str, busy: bool) -> None:
