@@ -110,7 +110,10 @@ def test_a_model_larger_than_the_budget(models: Path) -> None:
 
 
 def test_pins_that_cannot_all_fit_and_one_that_leaves_no_room_for_another(models: Path) -> None:
-    two = '[memory]\nbudget = 314572800\n[models.large]\nmodel = "./large"\npin = true\n[models.small]\nmodel = "./small"\n'
+    two = (
+        '[memory]\nbudget = 314572800\n[models.large]\nmodel = "./large"\npin = true\n'
+        '[models.small]\nmodel = "./small"\n'
+    )
     words = refusal(models, two + "pin = true")
     assert "the pinned models need 352 MiB (large 225 MiB, small 127 MiB), but memory.budget is 300 MiB" in words
     words = refusal(models, two)
