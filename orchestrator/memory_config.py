@@ -67,6 +67,7 @@ class Configured(msgspec.Struct, frozen=True):
 
     load: Load
     pinned: bool = False
+    preload: bool = False
     share: int | None = None
     """What it will hold of the budget; None: cannot be told yet."""
 
@@ -123,6 +124,10 @@ def _too_large(models: dict[str, Configured], budget: int) -> str | None:
     if sum(pins.values()) > budget:
         words = ", ".join(f"{name} {size(share)}" for name, share in pins.items())
         return f"the pinned models need {size(sum(pins.values()))} ({words}), but memory.budget is {size(budget)}"
+    ahead = {name: model.share for name, model in models.items() if model.preload and model.share is not None}
+    if sum(ahead.values()) > budget:
+        words = ", ".join(f"{name} {size(share)}" for name, share in ahead.items())
+        return f"models with preload need {size(sum(ahead.values()))} ({words}), but memory.budget is {size(budget)}"
     for name, model in models.items():
         if model.share is None:
             continue

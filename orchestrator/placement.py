@@ -110,11 +110,11 @@ class Placement:
         for name, model in self._models.items():
             load = model.load(name)
             try:
-                found[name] = Configured(load, model.pin, self._share(load))
+                found[name] = Configured(load, model.pin, model.preload, self._share(load))
             except LimitTooLow as error:
                 raise ConfigError(f"models.{name}: {error}") from None
             except UnknownSize:  # not there yet, or no model at all, which its load will say
-                found[name] = Configured(load, model.pin, load.memory_limit)
+                found[name] = Configured(load, model.pin, model.preload, load.memory_limit)
         return found
 
     # ---- what a seat says -------------------------------------------------------------------------------

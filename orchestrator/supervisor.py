@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -30,7 +31,7 @@ from .policy.lifecycle import Effect, Model, State
 from .policy.restart import is_stable, is_victim
 from .requests import LiveRequest
 from .run_dir import log_path
-from .seat import Seat, Step
+from .seat import Seat
 from .waiters import OnProgress, Waiters
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Supervisor:
         self._crew = Crew(host, self.name, self._requests, self._log, self)
         self._loop = asyncio.get_running_loop()
         self._model = Model()
-        self._seat = Seat(host.placement, load, self._post)
+        self._seat = Seat(host.placement, load, self._post, self._crew.drain, self._needed)
         self._events: deque[lifecycle.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
@@ -84,12 +85,19 @@ class Supervisor:
 
     async def wait_loaded(self, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Ask for the model and wait until it is READY. Raises the typed error of a failed load."""
-        return await self._waiters.loaded(self.preload, on_progress)
+        return await self._loaded(self.preload, on_progress)
 
     async def restart(self, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Replace the worker, and return once the new one is READY. Running requests are resumed."""
         self._post(lifecycle.RestartAsked())  # first: a READY worker must not answer the waiter
-        return await self._waiters.loaded(lambda: None, on_progress)
+        return await self._loaded(lambda: None, on_progress)
+
+    async def _loaded(self, ask: Callable[[], None], on_progress: OnProgress | None) -> WorkerInfo:
+        self._seat.busy()
+        try:
+            return await self._waiters.loaded(ask, on_progress)
+        finally:
+            self._seat.rest(self.state)
 
     async def unload(self, *, drain: bool = False) -> None:
         """Unload, and return once the process is reaped."""
@@ -135,16 +143,17 @@ class Supervisor:
     def request_closed(self, request: LiveRequest) -> None:
         """A request of this model has ended."""
         self._crew.request_closed()
-        if self._seat.active and not self._requests.all():
-            self._seat.idle()
-            if self.state is State.QUEUED and not self._waiters.loading:
-                self._post(lifecycle.Unwanted())
+        self._seat.rest(self.state)
         if self._requests.held and self.state is State.READY and not self._requests.busy():
             self._post(lifecycle.RestartAsked())  # drained, to be recycled
         if request.suspect and self.state is State.READY:
             self._requests.dispatch()
         if self.state is State.DRAINING and not self._requests.all():
             self._post(lifecycle.Idle())
+
+    def _needed(self) -> bool:
+        """Whether somebody waits for the model or is served by it."""
+        return self._waiters.loading or bool(self._requests.all())
 
     def phase_of_waiting(self) -> Phase:
         """What a request that no worker has is waiting for."""
@@ -281,7 +290,7 @@ class Supervisor:
     def _spawn(self) -> None:
         """Start a worker, if it has a place and the host has the memory that the last one took."""
         self.info = None
-        if news := self._seat.enter(self.load, busy=bool(self._requests.all())):
+        if news := self._seat.enter(self.load):
             self._events.extend(news)
             return
         if (message := self._crew.lacks_room()) is not None:
@@ -373,15 +382,9 @@ class Supervisor:
         self._health_timer = self._loop.call_later(HEALTH_TICK_S, self._check_health)
         self._crew.check_health(self._forgiven_until, self.load, now)
         worker = self._crew.worker
-        if worker is None or self.state not in (State.LOADING, State.READY, State.DRAINING):
-            return
-        if (over := self._seat.over(worker, self.load)) is not None:
-            if over.step is Step.KILL:
-                self._post(lifecycle.Stalled(over.words + worker.last_words(), ErrorCode.OUT_OF_MEMORY))
-                return
-            if self.state is State.READY and self._crew.drain(over.words):
-                self._post(lifecycle.RestartAsked())
-        if self.state is State.LOADING:
+        if worker is not None:
+            self._seat.hold_cap(worker, self.load, self.state)
+        if worker is None or self.state not in (State.READY, State.DRAINING):
             return
         self._health = worker.health(self.load.stall_budget_s, self._forgiven_until, now)
         if self._health is health.Health.SUSPENDED:

@@ -182,7 +182,7 @@ def _serve(ledger: Ledger, now: float, rules: Rules) -> tuple[Ledger, list[Effec
         elif _fits(_lacks(place, ledger, rules, reserved, ())):
             ledger = _change(ledger, place.name, phase=Phase.LOADING, since=now)
             effects.append(Grant(place.name))
-        elif (victims := _victims(place, ledger, now, rules, reserved)) is not None:
+        elif place.busy and (victims := _victims(place, ledger, now, rules, reserved)) is not None:
             reserved.append(place)  # what is being freed is for this one
             for victim in victims:
                 ledger = _leave(ledger, victim, now, f"{place.name} needs its room", effects)

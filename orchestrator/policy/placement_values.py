@@ -59,7 +59,7 @@ class Place(msgspec.Struct, frozen=True):
     used_at: float = 0.0
     """End of its last request, or of its load if there was none."""
     busy: bool = False
-    """It has live requests."""
+    """Somebody needs it: it has live requests, or a load that waits. Else it was asked for ahead of need."""
 
 
 class Ledger(msgspec.Struct, frozen=True):
@@ -124,13 +124,13 @@ class Gone(Event, frozen=True):
 
 
 class Busy(Event, frozen=True):
-    """It has a live request."""
+    """It has a live request, or a load that waits."""
 
     name: str
 
 
 class Idle(Event, frozen=True):
-    """Its last live request has ended."""
+    """Nobody needs it any more."""
 
     name: str
 

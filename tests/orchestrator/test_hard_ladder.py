@@ -62,10 +62,12 @@ def test_the_system_tells_what_a_process_takes() -> None:
     assert host_memory.footprint(2**22 + 1) == 0
 
 
-def config(mode: str, memory: MemoryConfig = ENFORCED, *, once: Path | None = None, **env: str) -> Config:
+def config(
+    mode: str, memory: MemoryConfig = ENFORCED, *, once: Path | None = None, cap: int = CAP, **env: str
+) -> Config:
     return Config(
         models={
-            "big": ModelConfig("fake", memory_limit=CAP, stall_budget_s=30.0, env=misbehave(mode, once=once, **env)),
+            "big": ModelConfig("fake", memory_limit=cap, stall_budget_s=30.0, env=misbehave(mode, once=once, **env)),
             "small": ModelConfig("fake"),
         },
         memory=memory,
@@ -101,9 +103,9 @@ async def test_a_model_that_is_over_its_cap_whenever_it_is_loaded_ends_with_the_
 
 
 async def test_near_its_cap_a_worker_is_drained_and_replaced_without_a_lost_stream(short_tmp: Path) -> None:
-    fill = str(int(CAP / MIB * 0.96) - 26)  # what the fake takes without it
-    memory = MemoryConfig(enforce=True, drain_at=0.92)
-    wanted = config("fill:400", memory, once=short_tmp / "once", BULKHEAD_FAKE_FILL=fill)
+    fill = "455"  # and the 20 to 50 MiB of the fake itself
+    memory = MemoryConfig(enforce=True, drain_at=0.9)
+    wanted = config("fill:400", memory, once=short_tmp / "once", cap=512 * MIB, BULKHEAD_FAKE_FILL=fill)
     async with fake_host(short_tmp / "r", config=wanted) as host:
         results = await asyncio.gather(*(host.complete("big", prompt=str(i), max_tokens=300) for i in range(3)))
         assert [r.text for r in results] == [expected_text(str(i), 300) for i in range(3)]

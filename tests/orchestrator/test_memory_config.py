@@ -120,6 +120,14 @@ def test_pins_that_cannot_all_fit_and_one_that_leaves_no_room_for_another(models
     assert "models.small needs 127 MiB, but memory.budget is 300 MiB, of which pinned models take 225 MiB" in words
 
 
+def test_preloads_that_cannot_all_fit(models: Path) -> None:
+    text = (
+        '[memory]\nbudget = 314572800\n[models.large]\nmodel = "./large"\npreload = true\n'
+        '[models.small]\nmodel = "./small"\npreload = true\n'
+    )
+    assert "models with preload need 352 MiB (large 225 MiB, small 127 MiB)" in refusal(models, text)
+
+
 def test_two_names_for_one_directory(models: Path) -> None:
     (models / "link").symlink_to(models / "small")
     names = '[models.a]\nmodel = "./small"\n[models.b]\nmodel = "./link"'

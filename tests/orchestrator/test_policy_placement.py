@@ -52,6 +52,13 @@ def test_who_fits_is_granted_at_once_and_holds_its_share_while_it_loads() -> Non
     assert room.phase("b") is Phase.WAITING
 
 
+def test_what_was_asked_for_ahead_of_need_makes_nobody_leave() -> None:
+    room = Room()
+    room.resident("a", 6)
+    assert room.ask("b", 6, busy=False) == []
+    assert room.post(v.Busy("b")) == [Evict("a", "b needs its room")]
+
+
 def test_the_least_recently_used_idle_model_makes_room_and_only_its_end_frees_it() -> None:
     room = Room()
     room.resident("old", 5)
