@@ -204,7 +204,7 @@ def _check_ranges(config: Config) -> None:
         value = getattr(config.restart, key)
         if not low <= value <= high:  # false for NaN too
             raise ConfigError(f"restart.{key} is {value}: it must be {low:g} to {high:g}")
-    if words := check_ranges(config.memory, {name: model.ttl_s for name, model in config.models.items()}):
+    if words := check_ranges(config.memory, {name: (one.ttl_s, one.pin) for name, one in config.models.items()}):
         raise ConfigError(words)
     for name, model in config.models.items():
         try:

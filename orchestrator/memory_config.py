@@ -1,4 +1,4 @@
-"""`[memory]` of the configuration, and what of it cannot work. Pure: the numbers of the host are given.
+"""`[memory]` of the configuration, and what of it cannot work. Pure but for links of paths: the numbers are given.
 
 Each check gives what is wrong in words that name the key, the value and the remedy, or None.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final, Literal
 
 import msgspec
@@ -72,8 +72,9 @@ class Configured(msgspec.Struct, frozen=True):
     """What it will hold of the budget; None: cannot be told yet."""
 
 
-def check_ranges(memory: MemoryConfig, ttls: dict[str, float | None]) -> str | None:
-    """What needs nothing but the file. `ttls`: by model."""
+def check_ranges(memory: MemoryConfig, models: Mapping[str, tuple[float | None, bool]]) -> str | None:
+    """What needs nothing but the file. `models`: name → its TTL, and whether it is pinned."""
+    ttls = {name: ttl for name, (ttl, _) in models.items()}
     if isinstance(memory.budget, int) and memory.budget < MIB:
         return (
             f'memory.budget is {memory.budget}: it must be bytes, {MIB} (1 MiB) or more, or "auto"; '
@@ -95,6 +96,24 @@ def check_ranges(memory: MemoryConfig, ttls: dict[str, float | None]) -> str | N
         return f"memory.drain_at is {memory.drain_at:g}: it must be 0.5 to 1, or 0 for never"
     if memory.kill_at and not max(0.5, memory.drain_at) <= memory.kill_at <= 2.0:
         return f"memory.kill_at is {memory.kill_at:g}: it must be {max(0.5, memory.drain_at):g} to 2, or 0 for never"
+    return _of_no_use(memory, ttls.values(), [name for name, (_, pinned) in models.items() if pinned])
+
+
+def _of_no_use(memory: MemoryConfig, ttls: Iterable[float | None], pins: list[str]) -> str | None:
+    """An option that something else would have to be set for: refused, rather than ignored."""
+    plain = MemoryConfig()
+    bounds = memory.budget is not None or memory.max_loaded is not None
+    for key, given, needs in (
+        ("min_residency_s", bounds, "memory.budget or memory.max_loaded"),
+        ("queue_s", bounds, "memory.budget or memory.max_loaded"),
+        ("working_context", memory.budget is not None, "memory.budget"),
+        ("drain_at", memory.lines() is not None, "memory.budget or memory.enforce = true"),
+        ("kill_at", memory.lines() is not None, "memory.budget or memory.enforce = true"),
+    ):
+        if not given and getattr(memory, key) != getattr(plain, key):
+            return f"memory.{key} is of no use without {needs}"
+    if pins and not memory.active(ttls):
+        return f"models.{pins[0]}.pin is of no use without memory.budget, memory.max_loaded or a ttl_s"
     return None
 
 

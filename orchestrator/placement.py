@@ -75,11 +75,10 @@ class Placement:
 
     def __init__(self, config: Config) -> None:
         memory, models = config.memory, config.models
-        ttls = {name: model.ttl_s for name, model in models.items()}
-        problem = check_ranges(memory, ttls)
+        problem = check_ranges(memory, {name: (model.ttl_s, model.pin) for name, model in models.items()})
         self._memory = memory
         self._models = models
-        self.active = memory.active(ttls.values())
+        self.active = memory.active(model.ttl_s for model in models.values())
         self.rules = memory.rules(host_memory.usable())
         self.lines: ladder.Lines | None = memory.lines()
         self._ledger = Ledger()
@@ -174,6 +173,12 @@ class Placement:
         """A worker is loaded: what it takes now is better than any prediction."""
         memory = info.memory_after
         if resident := max(memory.footprint, memory.mlx_active):
+            prediction = self._predictions.get(load.name)
+            if self.active and prediction is not None:
+                beside = "measured" if prediction.measured else "predicted"
+                self.tell(
+                    f"loaded {load.name}: it takes {size(resident)}, {beside} before {size(prediction.resident)}"
+                )
             self._measured[_key(load)] = resident
             self.saw(load, resident)
 
@@ -270,7 +275,7 @@ class Placement:
         return Place(
             name=load.name,
             share=share,
-            need=prediction.total if prediction is not None and self.budgeted else 0,
+            need=min(prediction.total, share) if prediction is not None and self.budgeted else 0,
             pinned=model is not None and model.pin,
             ttl_s=own_ttl if own_ttl is not None else self._memory.ttl_s,
             busy=busy,

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 from mlx_bulkhead.orchestrator import host_memory
+from mlx_bulkhead.orchestrator.cli.serve import serve
 from mlx_bulkhead.orchestrator.config import Config, ConfigError, ModelConfig, load_config
 from mlx_bulkhead.orchestrator.memory_config import MemoryConfig
 from mlx_bulkhead.orchestrator.placement import Placement
 from mlx_bulkhead.orchestrator.policy.ladder import Lines
 from mlx_bulkhead.orchestrator.policy.placement_values import Pressure
+from mlx_bulkhead.protocol.exit_codes import CliExit
 
 from .test_prediction import write
 
@@ -82,7 +84,7 @@ def test_auto_is_most_of_what_models_can_have(tmp_path: Path) -> None:
         ("[memory]\nbudget = 137438953472", "memory.budget is 128.00 GiB, but this machine has 64.00 GiB"),
         ("[memory]\nttl_s = 0", "memory.ttl_s is 0: it must be 0.01 to 31536000 seconds; leave it out to keep idle"),
         ("[memory]\nttl_s = nan", "memory.ttl_s is nan"),
-        ("[memory]\nqueue_s = 0", "memory.queue_s is 0"),
+        ("[memory]\nqueue_s = 0", "memory.queue_s is 0: it must be 0.01 to 86400 seconds"),
         ("[memory]\nmin_residency_s = -1", "memory.min_residency_s is -1"),
         ("[memory]\nmax_loaded = 0", "memory.max_loaded is 0"),
         ("[memory]\nworking_context = 1", "memory.working_context is 1"),
@@ -90,6 +92,20 @@ def test_auto_is_most_of_what_models_can_have(tmp_path: Path) -> None:
         ("[memory]\nkill_at = 0.9", "memory.kill_at is 0.9: it must be 0.95 to 2, or 0 for never"),
         ('[models.a]\nmodel = "x"\nttl_s = 0', "models.a.ttl_s is 0"),
         ("[memory]\nbudgett = 1", "did you mean 'budget'?"),
+        ("[memory]\nqueue_s = 5", "memory.queue_s is of no use without memory.budget or memory.max_loaded"),
+        ("[memory]\nttl_s = 5\nmin_residency_s = 5", "memory.min_residency_s is of no use without"),
+        (
+            "[memory]\nmax_loaded = 2\nworking_context = 999",
+            "memory.working_context is of no use without",
+        ),
+        (
+            "[memory]\nmax_loaded = 2\nkill_at = 1.1",
+            "kill_at is of no use without memory.budget or memory.enforce",
+        ),
+        (
+            '[models.a]\nmodel = "x"\npin = true',
+            "models.a.pin is of no use without memory.budget",
+        ),
     ],
 )
 def test_values_out_of_range(tmp_path: Path, text: str, words: str) -> None:
@@ -181,3 +197,9 @@ def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.Mon
     assert host_memory.total() == min(machine, GIB)
     (tmp_path / "max").write_text("max\n")
     assert host_memory.total() >= machine
+
+
+def test_a_daemon_that_cannot_work_says_so_and_ends(models: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    (models / "bulkhead.toml").write_text('[memory]\nbudget = 209715200\n[models.large]\nmodel = "./large"')
+    assert serve(models / "bulkhead.toml", models / "run") == CliExit.USAGE
+    assert capfd.readouterr().err.startswith("error: models.large needs 225 MiB, but memory.budget is 200 MiB")
