@@ -209,11 +209,16 @@ class Placement:
             held=ledger.held,
             max_loaded=self.rules.max_loaded or 0,
             host_free=host_memory.free() or 0,
-            pressure=ledger.pressure.name.lower(),
+            pressure=self._pressure_word(),
             places=[self._info(place, now) for place in ledger.places],
             next_eviction=next((place.name for place in placement.candidates(ledger)), ""),
             decisions=[f"{now - at:.1f} s ago: {words}" for at, words in self._decisions],
         )
+
+    def _pressure_word(self) -> str:
+        if not self._memory.host_pressure:
+            return "off"
+        return "unsupported" if host_memory.unsupported() else self._ledger.pressure.name.lower()
 
     def _info(self, place: Place, now: float) -> PlaceInfo:
         prediction = self._predictions.get(place.name)

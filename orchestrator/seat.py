@@ -101,7 +101,8 @@ class Seat:
             return
         if worker.token != self._watched:
             self._watch, self._watched = ladder.Watch(), worker.token
-        answers = time.monotonic() - worker.pulse.at < SILENT_S
+        now = time.monotonic()
+        answers = now - worker.pulse.at < SILENT_S
         used = host_memory.footprint(worker.pid)
         if answers and worker.stats is not None:
             memory = worker.stats.memory
@@ -109,12 +110,12 @@ class Seat:
         self._placement.saw(load, used)
         if lines is None or cap is None:
             return
-        self._watch, step = ladder.judge(self._watch, used=used, cap=cap, answers=answers, lines=lines)
+        self._watch, step = ladder.judge(self._watch, used=used, cap=cap, answers=answers, lines=lines, now=now)
         if step is None or (step is Step.DRAIN and state is not State.READY):
             return
         words = f"the worker took {size(used)}, and its cap is {size(cap)}"
         if not answers:
-            words += f"; it had not answered for {time.monotonic() - worker.pulse.at:.1f} s"
+            words += f"; it had not answered for {now - worker.pulse.at:.1f} s"
         self._placement.tell(f"{'killed' if step is Step.KILL else 'draining'} {self.name}: {words}")
         words += ". Raise memory_limit, or lower context_limit or max_running"
         if step is Step.KILL:

@@ -292,6 +292,7 @@ class Supervisor:
         self.info = None
         if news := self._seat.enter(self.load):
             self._events.extend(news)
+            self._waiters.tell_progress(LoadProgress(phase="queued"))
             return
         if (message := self._crew.lacks_room()) is not None:
             self._events.append(lifecycle.NoRoom(message))

@@ -37,7 +37,7 @@ class LoadProgress(Event, tag=0x42, frozen=True):
     """A load moves. `total` 0: unknown."""
 
     phase: str
-    """importing, checking, weights or tokenizer."""
+    """queued, downloading, checking, importing, tokenizer or weights."""
     done: int = 0
     total: int = 0
 

@@ -278,7 +278,7 @@ class PlacementInfo(Value, frozen=True):
     max_loaded: int = 0
     host_free: int = 0
     pressure: str = ""
-    """Of the host: `normal`, `warn` or `critical`."""
+    """Of the host: `normal`, `warn` or `critical`; `off` or `unsupported` where nobody looks."""
     places: list[PlaceInfo] = []
     next_eviction: str = ""
     """The model that would make room next. Empty: none may."""

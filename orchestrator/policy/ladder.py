@@ -27,6 +27,8 @@ class Lines(msgspec.Struct, frozen=True):
     rearm: float = 0.9
     """Once drained, a worker is drained again only if it was below this meanwhile: a model whose cap is too small for
     it is not replaced for ever."""
+    patience_s: float = 1.0
+    """How long a worker is given to come back below `drain` by its own steps."""
 
 
 class Watch(msgspec.Struct, frozen=True):
@@ -34,15 +36,18 @@ class Watch(msgspec.Struct, frozen=True):
 
     armed: bool = False
     """It has been below `rearm`."""
+    over_since: float | None = None
+    """Since when it is at or over `drain`."""
 
 
-def judge(watch: Watch, *, used: int, cap: int, answers: bool, lines: Lines) -> tuple[Watch, Step | None]:
+def judge(watch: Watch, *, used: int, cap: int, answers: bool, lines: Lines, now: float) -> tuple[Watch, Step | None]:
     """What to do about a worker.
 
     Args:
         used: bytes of its process, 0 when nobody can tell.
         cap: bytes; 0 or less: none.
         answers: its heartbeats come. One that is silent cannot be drained.
+        now: monotonic seconds.
     """
     if cap <= 0 or used <= 0:
         return watch, None
@@ -52,5 +57,8 @@ def judge(watch: Watch, *, used: int, cap: int, answers: bool, lines: Lines) -> 
     if lines.drain and share >= lines.drain:
         if not answers and lines.kill:
             return watch, Step.KILL
-        return (Watch(armed=False), Step.DRAIN) if watch.armed and answers else (watch, None)
-    return (Watch(armed=True) if share < lines.rearm else watch), None
+        since = watch.over_since if watch.over_since is not None else now
+        if watch.armed and answers and now >= since + lines.patience_s:
+            return Watch(), Step.DRAIN
+        return Watch(watch.armed, since), None
+    return Watch(watch.armed or share < lines.rearm), None

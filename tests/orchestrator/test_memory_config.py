@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
+from typing import Any
 
 import pytest
 from mlx_bulkhead.orchestrator import host_memory
@@ -187,6 +189,42 @@ def test_junk_is_no_pressure(text: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(host_memory, "PSI", tmp_path / "none")
     assert host_memory.pressure() is Pressure.NORMAL
     assert "tells no memory pressure" in host_memory.unsupported()
+
+
+class FakeMac:
+    """The two calls of macOS's C library, as its headers describe them."""
+
+    def __init__(self, level: int, footprint: int, fails: bool = False) -> None:
+        self._level, self._footprint, self._fails = level, footprint, fails
+
+    def sysctlbyname(self, name: bytes, value: Any, size: Any, new: None, new_size: Any) -> int:
+        assert name == b"kern.memorystatus_vm_pressure_level"
+        value._obj.value = self._level
+        return -1 if self._fails else 0
+
+    def proc_pid_rusage(self, pid: int, flavour: int, buffer: Any) -> int:
+        assert (pid, flavour) == (77, 4)
+        ctypes.c_uint64.from_buffer(buffer._obj, 16 + 7 * 8).value = self._footprint
+        return -1 if self._fails else 0
+
+
+@pytest.mark.parametrize(
+    ("mac", "level", "footprint"),
+    [
+        (FakeMac(1, 5 * GIB), Pressure.NORMAL, 5 * GIB),
+        (FakeMac(2, 0), Pressure.WARN, 0),
+        (FakeMac(4, 1), Pressure.CRITICAL, 1),
+        (FakeMac(3, 1), Pressure.NORMAL, 1),
+        (FakeMac(4, 9, fails=True), Pressure.NORMAL, 0),
+        (object(), Pressure.NORMAL, 0),  # a library without them
+    ],
+)
+def test_the_calls_of_macos(mac: object, level: Pressure, footprint: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_memory.sys, "platform", "darwin")
+    monkeypatch.setattr(host_memory.ctypes, "CDLL", lambda name: mac)
+    assert host_memory.pressure() is level
+    assert host_memory.footprint(77) == footprint
+    assert host_memory.unsupported() == ""
 
 
 def test_the_limit_of_a_container_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
