@@ -17,6 +17,9 @@ from .policy.prediction import Dims, Prediction, predict
 MAX_HEADER_BYTES = 100_000_000
 """Largest header that the safetensors format allows."""
 
+DRAFT_SHARE = 0.2
+"""Of the weights, for a draft whose size cannot be told."""
+
 _KNOWN = 64
 _cache: dict[tuple[str, int], int] = {}
 """(file, its time of change in ns) → bytes of its tensors."""
@@ -29,15 +32,26 @@ class UnknownSize(Exception):
 def predict_load(load: Load, working_context: int) -> Prediction:
     """What a worker for this load will take. Raises `UnknownSize`."""
     folder = find(load.model)
+    weights = tensor_bytes(folder, "model*.safetensors")
     adapters = sum(tensor_bytes(Path(path), "adapters*.safetensors") for path in load.adapters.values())
     return predict(
         load,
         read_dims(folder),
-        weights=tensor_bytes(folder, "model*.safetensors"),
+        weights=weights + _draft_bytes(load, weights),
         adapters=adapters,
         working_context=working_context,
         fused=sys.platform == "darwin",
     )
+
+
+def _draft_bytes(load: Load, weights: int) -> int:
+    """Bytes of a draft model's weights. One that is not here yet, or is found by the worker, is a guess."""
+    if load.draft is None:
+        return 0
+    try:
+        return tensor_bytes(find(load.draft.model), "*.safetensors")
+    except UnknownSize:
+        return int(weights * DRAFT_SHARE)
 
 
 def find(model: str) -> Path:

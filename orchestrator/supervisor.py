@@ -23,6 +23,8 @@ from ..protocol.errors import ErrorCode, error_for
 from ..protocol.events import Exiting, Heartbeat, Hello, Loaded, LoadFailed, LoadProgress
 from ..protocol.exit_codes import describe_exit
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from . import status
+from .adapters import AdapterBook
 from .crew import Crew, Host
 from .dispatch import Dispatcher
 from .log_ring import LogRing
@@ -51,6 +53,7 @@ class Supervisor:
         self._host = host
         self._log = LogRing(log_path(host.plant.run_dir.path, self.name))
         self._requests = Dispatcher(host.table, load.name, self._send)
+        self.adapters = AdapterBook(self, self._requests, self._send)
         self._crew = Crew(host, self.name, self._requests, self._log, self)
         self._loop = asyncio.get_running_loop()
         self._model = Model()
@@ -103,6 +106,8 @@ class Supervisor:
         """Unload, and return once the process is reaped."""
         self._seat.asleep = False
         await self._waiters.ended(lambda: self._post(lifecycle.Unwanted(drain=drain)))
+        if self.state is State.STOPPED:
+            self.adapters.forget()
 
     async def wait_gone(self) -> None:
         """Wait for an unload that somebody else asked for."""
@@ -180,19 +185,11 @@ class Supervisor:
 
     def status(self) -> ModelStatus:
         """One line of `ps`."""
-        now = time.monotonic()
-        model, worker = self._model, self._crew.worker
-        line = ModelStatus(
-            name=self.name,
-            state=model.state.value,
+        now, model = time.monotonic(), self._model
+        line = msgspec.structs.replace(
+            status.of_model(self.name, model, now),
             model=self.load.model,
-            incarnation=model.incarnation,
             in_flight=len(self._requests.all()),
-            restarts=model.restarts,
-            crashes=model.crashes,
-            last_exit=model.last_exit,
-            problem=model.problem.message if model.problem is not None else "",
-            next_retry_s=max(0.0, model.deadline - now) if model.state is State.BACKOFF and model.deadline else None,
             info=self.info,
             engine=self.info.engine if self.info is not None else "",
             recycles=self._crew.recycles,
@@ -200,17 +197,7 @@ class Supervisor:
             requests_resumed=self._requests.resumed,
             log_tail=self._log.tail(5) if model.state in (State.BACKOFF, State.FAILED) else [],
         )
-        if worker is None:
-            return line
-        return msgspec.structs.replace(
-            line,
-            pid=worker.pid,
-            uptime_s=now - worker.started_at,
-            footprint=worker.process.footprint,
-            health=self._health.value,
-            stats=worker.stats,
-            stats_age_s=now - worker.pulse.at if worker.stats is not None else None,
-        )
+        return status.with_worker(line, self._crew.worker, self._health, now)
 
     # ---- the single writer -----------------------------------------------------------------------------
 
@@ -239,7 +226,7 @@ class Supervisor:
                 log.error("%s: %s", self.name, self._model.problem.message)
             self.was_ready = self.was_ready or self._model.state is State.READY
             log.info("%s: %s -> %s (%s)", self.name, before.state, self._model.state, type(event).__name__)
-            self._seat.entered(self._model.state, leaving=self.leaving, load=self.load, info=self.info)
+            self._seat.entered(self._model.state, leaving=self.leaving, load=self.adapters.load, info=self.info)
         for effect in effects:
             self._carry_out(effect)
         self._arm()
@@ -258,7 +245,7 @@ class Supervisor:
             case Effect.SPAWN:
                 self._spawn()
             case Effect.SEND_LOAD:
-                self._send(msgspec.structs.replace(self._seat.capped(self.load), env={}))
+                self._send(msgspec.structs.replace(self._seat.capped(self.adapters.load), env={}))
             case Effect.DISPATCH:
                 self._requests.dispatch()
             case Effect.SAVE_REQUESTS:
@@ -290,7 +277,7 @@ class Supervisor:
     def _spawn(self) -> None:
         """Start a worker, if it has a place and the host has the memory that the last one took."""
         self.info = None
-        if news := self._seat.enter(self.load):
+        if news := self._seat.enter(self.adapters.load):
             self._events.extend(news)
             self._waiters.tell_progress(LoadProgress(phase="queued"))
             return
@@ -298,7 +285,7 @@ class Supervisor:
             self._events.append(lifecycle.NoRoom(message))
             return
         try:
-            worker = self._crew.start(self.load)
+            worker = self._crew.start(self.adapters.load)
         except OSError as error:
             self._events.append(lifecycle.SpawnFailed(str(error)))
             return
@@ -317,6 +304,7 @@ class Supervisor:
     def promoted(self, info: WorkerInfo) -> None:
         """A successor is in charge now; the old worker goes on with what it has."""
         self.info = info
+        self.adapters.ask_again()
         self._post(lifecycle.Replaced())
 
     def saved(self) -> None:
@@ -329,7 +317,13 @@ class Supervisor:
     def stream(self, kind: int, request_id: bytes, body: bytes) -> None:
         """A frame of a request. From a worker that is being stopped it no longer counts: its requests are ended or
         will be resumed."""
-        if self.state is not State.STOPPING:
+        if self.adapters.asked(request_id):
+            before = self.adapters.load
+            if self.adapters.answered(kind, request_id, body):
+                self.info = self.adapters.told_of(self.info)
+            if self.adapters.load != before:
+                self._crew.call_off()
+        elif self.state is not State.STOPPING:
             self._host.table.worker_event(self.name, kind, request_id, body)
 
     def heard(self, message: Message) -> None:
@@ -374,6 +368,7 @@ class Supervisor:
         if returncode == -signal.SIGABRT and not victim:
             self._host.aborts[self.name] = now
         self._post(lifecycle.Exited(returncode, worker.last_words(), random.random(), victim or blamed, killed))
+        self.adapters.lost(self._problem().code, f"the worker ended ({words})")
 
     def _check_health(self) -> None:
         now = time.monotonic()
@@ -384,7 +379,7 @@ class Supervisor:
         self._crew.check_health(self._forgiven_until, self.load, now)
         worker = self._crew.worker
         if worker is not None:
-            self._seat.hold_cap(worker, self.load, self.state)
+            self._seat.hold_cap(worker, self.adapters.load, self.state)
         if worker is None or self.state not in (State.READY, State.DRAINING):
             return
         self._health = worker.health(self.load.stall_budget_s, self._forgiven_until, now)
@@ -394,5 +389,5 @@ class Supervisor:
             words = f"the worker made no step for more than {self.load.stall_budget_s:g} s while it had work"
             self._post(lifecycle.Stalled(words + worker.last_words()))
         else:
-            if self.state is State.READY and self._crew.consider_recycling(self.load, now):
+            if self.state is State.READY and self._crew.consider_recycling(self.adapters.load, now):
                 self._post(lifecycle.RestartAsked())

@@ -12,9 +12,10 @@ from typing import Any
 
 from . import limits
 from .checks_choice import check_format, check_logprobs
-from .checks_names import check_adapter, check_adapters, check_name
+from .checks_draft import check_draft
+from .checks_names import check_adapter, check_adapters, check_change, check_name
 from .codec import ID_BYTES
-from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
+from .commands import AddAdapter, Attach, Command, DropAdapter, Generate, Load, Restart, Shutdown, Stats, Unload
 from .errors import ErrorCode
 from .problem import Problem
 from .problem import bad as _bad
@@ -70,6 +71,8 @@ def check(command: Command) -> Problem | None:
             return check_load(command)
         case Unload() | Restart():
             return check_name(command.model)
+        case AddAdapter() | DropAdapter():
+            return check_change(command)
         case Stats():
             return None if command.model is None else check_name(command.model)
         case Attach():
@@ -111,7 +114,7 @@ def check_load(load: Load) -> Problem | None:
     for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
         if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
             return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
-    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load):
+    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load) or check_draft(load):
         return problem
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from .values import CancelReason, ChatMessage, OnCrash, ResponseFormat
+from .values import CancelReason, ChatMessage, Draft, OnCrash, ResponseFormat, Speculative
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -70,6 +70,8 @@ class Load(Command, tag=0x01, frozen=True):
     """Name → directory of a LoRA or DoRA adapter, as mlx-lm makes them. All are loaded with the model."""
     adapter: str = ""
     """The one for requests that name none. Empty: the base model."""
+    draft: Draft | None = None
+    """Speculative decoding with this draft. None: plain decoding."""
 
 
 class Generate(Command, tag=0x02, frozen=True):
@@ -141,6 +143,8 @@ class Generate(Command, tag=0x02, frozen=True):
     """Go on with the last message, which is the assistant's, instead of answering it. The answer is what is new."""
     adapter: str | None = None
     """Name of a loaded adapter, or `base`. None: the default of the model's load."""
+    speculative: Speculative = "auto"
+    """Where the load has a draft. `on`: also while speculation does not pay. `off`: plain decoding."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):
@@ -194,4 +198,23 @@ class Restart(Command, tag=0x09, frozen=True):
     model: str
 
 
-AnyCommand = Load | Generate | Cancel | Stats | Unload | Shutdown | Models | Attach | Restart
+class AddAdapter(Command, tag=0x0A, frozen=True):
+    """Add an adapter to a loaded model, beside its running requests. Forwarded. Answer: `AdaptersReply`."""
+
+    model: str
+    name: str
+    """For requests. The name of an adapter with the same directory and files is no mistake, and changes nothing."""
+    path: str
+    """Its directory."""
+
+
+class DropAdapter(Command, tag=0x0B, frozen=True):
+    """Drop an adapter that no request uses. Forwarded. Answer: `AdaptersReply`."""
+
+    model: str
+    name: str
+
+
+AnyCommand = (
+    Load | Generate | Cancel | Stats | Unload | Shutdown | Models | Attach | Restart | AddAdapter | DropAdapter
+)

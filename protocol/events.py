@@ -5,11 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from .values import (
+    AdapterInfo,
     Channel,
     FinishReason,
     ModelStatus,
     Phase,
     PlacementInfo,
+    Speculation,
     Timings,
     ToolCall,
     Usage,
@@ -96,8 +98,9 @@ class Done(Event, tag=0x48, frozen=True):
     usage: Usage
     timings: Timings
     engine: str
-    """The engine that served it: `text`, `batch`, …"""
+    """The engine that served it last: `text` (alone), `batch`, `dflash`."""
     fallback_reason: str = ""
+    """Why it was not speculation, where the load has a draft."""
     chars: int = 0
     """Characters of the content channel in all; the receiver checks its own count against it."""
     restarts: int = 0
@@ -108,6 +111,8 @@ class Done(Event, tag=0x48, frozen=True):
     """What of that channel could not be parsed, or names no given tool."""
     adapter: str = ""
     """The adapter that served it. Empty: the base model, or nothing did."""
+    speculation: Speculation | None = None
+    """What speculation did for it, if it had a part in it."""
 
 
 class Failed(Event, tag=0x49, frozen=True):
@@ -162,6 +167,14 @@ class ModelsReply(Event, tag=0x4E, frozen=True):
     models: list[ModelStatus] = []
 
 
+class AdaptersReply(Event, tag=0x4F, frozen=True):
+    """Answer to `AddAdapter` and `DropAdapter`: the change is made."""
+
+    model: str
+    adapters: list[AdapterInfo] = []
+    """All that the model has now. Empty too while no worker holds it."""
+
+
 AnyEvent = (
     Hello
     | LoadProgress
@@ -177,4 +190,5 @@ AnyEvent = (
     | Exiting
     | Unloaded
     | ModelsReply
+    | AdaptersReply
 )

@@ -22,7 +22,14 @@ def load(
     max_queued: Annotated[int | None, typer.Option(help="Requests that may wait behind them.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="One request at a time.")] = False,
+    draft: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Decode speculatively with this draft; auto: a known one.")
+    ] = None,
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the worker; repeatable.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA or DoRA adapter; repeatable.")
+    ] = None,
+    default_adapter: Annotated[str, typer.Option(help="The one for requests that name none.")] = "",
     json: Json = False,
     run_dir: RunDir = None,
 ) -> int:
@@ -35,8 +42,12 @@ def load(
         "memory_limit": memory_limit,
         "trust_remote_code": trust_remote_code,
         "deterministic": deterministic,
-        "env": _pairs(env or []),
+        "env": _pairs("--env", "KEY=VALUE", env or []),
+        "adapters": _pairs("--adapter", "NAME=PATH", adapter or []),
+        "adapter": default_adapter,
     }
+    if draft is not None:
+        options["draft"] = draft
     if max_running is not None:
         options["max_running"] = max_running
     if max_queued is not None:
@@ -56,7 +67,12 @@ def load(
 
 def ready(name: str, info: WorkerInfo) -> str:
     """The line that a load or restart ends with."""
-    return f"{name}: ready in {info.load_seconds:.1f} s, engine {info.engine}, {mib(info.memory_after.footprint)}"
+    line = f"{name}: ready in {info.load_seconds:.1f} s, engine {info.engine}, {mib(info.memory_after.footprint)}"
+    if (speculation := info.speculation) is None:
+        return line
+    if not speculation.active:
+        return f"{line}\n{name}: no speculation: {speculation.reason}"
+    return f"{line}, speculation in blocks of {speculation.block_tokens}"
 
 
 def load_exit(error: BulkheadError) -> CliExit:
@@ -65,11 +81,11 @@ def load_exit(error: BulkheadError) -> CliExit:
     return code if isinstance(error, (BadRequest, Disconnected, UnknownModel)) else CliExit.LOAD_FAILED
 
 
-def _pairs(given: list[str]) -> dict[str, str]:
+def _pairs(option: str, form: str, given: list[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:
-            raise BadRequest(f"--env wants KEY=VALUE, got {text[:60]!r}")
+            raise BadRequest(f"{option} wants {form}, got {text[:60]!r}")
         pairs[key] = value
     return pairs

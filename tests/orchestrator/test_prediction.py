@@ -10,6 +10,7 @@ import pytest
 from mlx_bulkhead.orchestrator import sizes
 from mlx_bulkhead.orchestrator.policy import prediction as pr
 from mlx_bulkhead.protocol.commands import Load
+from mlx_bulkhead.protocol.values import Draft
 
 LOAD = Load(name="m", model="m")
 QWEN3_8B = {
@@ -106,6 +107,14 @@ def test_shards_and_adapters_are_summed_from_their_headers(tmp_path: Path) -> No
     assert (found.weights, found.adapters, found.context) == (1524, 77, 16384)
     assert found.total == pr.PROCESS_BYTES + 1524 + 77 + found.kv + found.work
     assert found.total <= found.share * pr.FILL
+
+
+def test_a_draft_counts_and_one_that_is_not_here_is_a_guess(tmp_path: Path) -> None:
+    write(tmp_path / "m", {"a": 1000})
+    write(tmp_path / "draft", {"a": 300})
+    for draft, weights in ((str(tmp_path / "draft"), 1300), ("auto", 1200)):
+        load = Load(name="m", model=str(tmp_path / "m"), draft=Draft(model=draft))
+        assert sizes.predict_load(load, 1024).weights == weights
 
 
 def test_max_tokens_plays_no_part() -> None:

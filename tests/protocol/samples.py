@@ -35,6 +35,19 @@ _INFO = v.WorkerInfo(
     versions={"mlx": "0.32.4"},
     kv_cache=v.KVCacheInfo(bits=8, group_size=64, layers=28, quantised_layers=24, max_tokens=4096),
     adapters=[v.AdapterInfo(name="legal", kind="dora", rank=8, layers=56, bytes=2**22, default=True)],
+    speculation=v.SpeculationInfo(
+        active=True,
+        reason="not for now",
+        draft="/models/draft",
+        family="pure_attention",
+        block_tokens=8,
+        layers=6,
+        dtype="float32",
+        quant="w4a16:gs64",
+        verify_mode="dflash",
+        bytes=2**25,
+        cycle_cost=1.75,
+    ),
 )
 _STATS = v.WorkerStats(
     running=1,
@@ -66,6 +79,19 @@ _STATS = v.WorkerStats(
         disk_bytes=2**21,
         disk_hits=7,
         disk_errors=8,
+    ),
+    speculation=v.SpeculationStats(
+        mode="dflash",
+        reason="speculation does not pay",
+        requests=5,
+        fallbacks={"other requests run": 2},
+        switches=1,
+        cycles=400,
+        tokens=1000,
+        accepted=600,
+        tokens_a_cycle=2.5,
+        gain=1.5,
+        cache=v.CacheStats(entries=2),
     ),
 )
 _STATUS = v.ModelStatus(
@@ -155,6 +181,8 @@ MINIMAL: tuple[Message, ...] = (
     c.Models(),
     c.Attach(request=REQUEST_ID),
     c.Restart(model="tiny"),
+    c.AddAdapter(model="tiny", name="legal", path="/adapters/legal"),
+    c.DropAdapter(model="tiny", name="legal"),
     e.Hello(protocol=1, incarnation="a1b2", pid=4321),
     e.LoadProgress(phase="weights"),
     e.Loaded(name="tiny", info=v.WorkerInfo()),
@@ -169,6 +197,7 @@ MINIMAL: tuple[Message, ...] = (
     e.Exiting(),
     e.Unloaded(name="tiny"),
     e.ModelsReply(),
+    e.AdaptersReply(model="tiny"),
 )
 
 FULL: tuple[Message, ...] = (
@@ -198,6 +227,20 @@ FULL: tuple[Message, ...] = (
         size=2,
         adapters={"legal": "/adapters/legal"},
         adapter="legal",
+        draft=v.Draft(
+            model="/models/draft",
+            quant="w4a16:gs64",
+            dtype="float32",
+            required=True,
+            max_ctx=4096,
+            verify_mode="dflash",
+            window=512,
+            sink=32,
+            copy_drafting=False,
+            cache_entries=8,
+            cache_bytes=2**30,
+            disk_bytes=2**34,
+        ),
     ),
     c.Generate(
         model="tiny",
@@ -237,6 +280,7 @@ FULL: tuple[Message, ...] = (
         resume_tool_chars=10,
         continue_final=True,
         adapter="legal",
+        speculative="on",
     ),
     c.Cancel(reason="deadline"),
     c.Stats(model="tiny"),
@@ -245,6 +289,8 @@ FULL: tuple[Message, ...] = (
     c.Models(),
     c.Attach(request=REQUEST_ID),
     c.Restart(model="tiny"),
+    c.AddAdapter(model="tiny", name="legal", path="/adapters/legal"),
+    c.DropAdapter(model="tiny", name="legal"),
     e.Hello(protocol=1, incarnation="a1b2", pid=4321, rank=1, size=2),
     e.LoadProgress(phase="weights", done=100, total=2**33),
     e.Loaded(name="tiny", info=_INFO),
@@ -263,6 +309,7 @@ FULL: tuple[Message, ...] = (
         tool_calls=[v.ToolCall(id="call_0", name="get_weather", arguments='{"city": "Brno"}')],
         tool_error="call 2 could not be parsed",
         adapter="legal",
+        speculation=v.Speculation(cycles=40, tokens=100, accepted=60),
     ),
     e.Failed(code="worker_crashed", message="SIGABRT", retryable=True, usage=_USAGE, timings=_TIMINGS),
     e.StatsReply(models=[_STATUS], worker=_STATS, daemon={"uptime_s": 3.5}, placement=_PLACEMENT),
@@ -270,6 +317,7 @@ FULL: tuple[Message, ...] = (
     e.Exiting(reason="asked to", exit_code=47),
     e.Unloaded(name="tiny", was_loaded=False),
     e.ModelsReply(models=[_STATUS]),
+    e.AdaptersReply(model="tiny", adapters=_INFO.adapters),
 )
 
 NAMED: dict[str, Message] = {

@@ -10,7 +10,7 @@ from mlx_bulkhead.protocol.commands import Cancel, Command, Generate, Load, Shut
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
 from mlx_bulkhead.protocol.values import CacheStats, Limits, Memory, ToolCall, WorkerInfo
-from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, RowFailed, Sampling, StepOut, TokenOut
+from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, RowFailed, Sampling, Served, StepOut, TokenOut
 from mlx_bulkhead.worker.mailbox import Mailbox, Order
 from mlx_bulkhead.worker.progress import WorkerProgress
 from mlx_bulkhead.worker.service import Service
@@ -75,8 +75,11 @@ class Scripted:
     def next_is_prefill(self) -> bool:
         return self.prefills
 
-    def engine_for(self, request_id: bytes) -> str:
-        return "batch"
+    def served(self, request_id: bytes) -> Served:
+        return Served("batch")
+
+    def speculation_stats(self) -> None:
+        return None
 
     def memory(self) -> Memory:
         return Memory(footprint=5)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
-from ...protocol.values import CacheStats, Memory, ToolCall, WorkerInfo
+from ...protocol.values import CacheStats, Memory, Speculation, SpeculationStats, ToolCall, WorkerInfo
 from ..text.channels import Piece
 
 Report = Callable[[str, int, int], None]
@@ -79,6 +80,8 @@ class Row:
     """Makes what keeps the answer in its form: a processor of logits, given what is generated already."""
     adapter: str = ""
     """The adapter that computes it. Empty: the base model."""
+    speculative: str = "auto"
+    """`on`: whatever the measured gain. `off`: never. `auto`: while it pays."""
 
 
 class TokenOut(NamedTuple):
@@ -111,6 +114,17 @@ class RowFailed(NamedTuple):
 
 
 StepOut = TokenOut | PrefillOut | RowFailed
+
+
+class Served(NamedTuple):
+    """What serves, or last served, a row."""
+
+    engine: str
+    """`text` (alone), `batch` or `dflash`."""
+    fallback_reason: str = ""
+    """Why it was not the engine that the load was made for, if it was not."""
+    speculation: Speculation | None = None
+    """What DFlash did for it, if it had it at all."""
 
 
 class TextOut(Protocol):
@@ -172,8 +186,8 @@ class Engine(Protocol):
         """Whether the next `step` may take long because it prefills; held text is flushed before it."""
         ...
 
-    def engine_for(self, request_id: bytes) -> str:
-        """Which engine serves, or last served, a row: `text` (alone) or `batch`."""
+    def served(self, request_id: bytes) -> Served:
+        """Which engine serves, or last served, a row, and why."""
         ...
 
     def memory(self) -> Memory:
@@ -184,8 +198,20 @@ class Engine(Protocol):
         """What is kept of earlier prompts, and what it was good for."""
         ...
 
+    def speculation_stats(self) -> SpeculationStats | None:
+        """What speculation did so far; None where there is no draft."""
+        ...
+
     def tend(self) -> bool:
         """A little of what can wait for an idle moment; gives whether there is more."""
+        ...
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Add an adapter between two steps; `info` names it then. Raises `LoadProblem`, with nothing changed."""
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Let an adapter go that no row names. Raises `Refused`."""
         ...
 
     def close(self) -> None:

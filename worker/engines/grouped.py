@@ -1,7 +1,7 @@
-"""The engine of a model with adapters: a text engine for each adapter in use, one of which computes at a step.
+"""The engine of a model: a text engine for each adapter in use, one of which computes at a step.
 
-They share model, prompt cache and tokenizer. Groups that have rows take turns, so none waits for more than a step of
-each of the others.
+Without adapters there is only that of the base model, and all is left to it. They share model, prompt cache and
+tokenizer. Groups that have rows take turns, so none waits for more than a step of each of the others.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats, Memory
+from ...protocol.values import CacheStats, Memory, SpeculationStats
 from .adapters import Adapters
-from .base import Prepared, Row, StepOut
+from .base import Prepared, Row, Served, StepOut
 from .prepare import Preparer
 from .text import TextEngine
+
+if TYPE_CHECKING:  # it imports a library of its own
+    from .dflash.engine import Speculating
 
 _REMEMBERED: Final = 2048
 """Rows of which it is remembered which group served them; more than can run."""
@@ -25,19 +31,28 @@ _REMEMBERED: Final = 2048
 class Groups:
     """Implements `base.Engine`."""
 
-    def __init__(self, make: Callable[[], TextEngine], preparer: Preparer, adapters: Adapters) -> None:
-        """`make` gives engines that share all but their rows."""
+    def __init__(
+        self,
+        base: TextEngine | Speculating,
+        make: Callable[[], TextEngine],
+        preparer: Preparer,
+        adapters: Adapters,
+    ) -> None:
+        """`base` serves the model without an adapter. `make` gives engines that share all but their rows with it."""
         self._make = make
         self._preparer = preparer
         self._adapters = adapters
-        self._base = make()
+        self._base = base
         self.info = self._base.info
-        self._engines: OrderedDict[str, TextEngine] = OrderedDict({"": self._base})  # whose turn is next goes first
+        # Whose turn is next goes first.
+        self._engines: OrderedDict[str, TextEngine | Speculating] = OrderedDict({"": base})
         self._where: OrderedDict[bytes, str] = OrderedDict()
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         adapter = self._adapters.pick(request.adapter)
         prepared = self._preparer.prepare(request_id, request)
+        if not adapter:
+            return prepared
         row = replace(prepared.row, adapter=adapter, salt=self._adapters.salt(adapter, request.tenant))
         return Prepared(row, prepared.text)
 
@@ -55,6 +70,8 @@ class Groups:
         return any(engine.remove(request_id) for engine in self._engines.values())
 
     def step(self) -> list[StepOut]:
+        if len(self._engines) == 1:  # the base model's, which is in force
+            return self._base.step()
         name = self._next()
         if name is None:
             return []
@@ -66,14 +83,15 @@ class Groups:
 
     @property
     def busy(self) -> bool:
-        return self._next() is not None
+        return self._base.busy or self._next() is not None
 
     def next_is_prefill(self) -> bool:
         name = self._next()
         return name is not None and self._engines[name].next_is_prefill()
 
-    def engine_for(self, request_id: bytes) -> str:
-        return self._engines[self._where.get(request_id, "")].engine_for(request_id)
+    def served(self, request_id: bytes) -> Served:
+        engine = self._engines.get(self._where.get(request_id, ""), self._base)
+        return engine.served(request_id)
 
     def memory(self) -> Memory:
         return self._base.memory()
@@ -81,8 +99,25 @@ class Groups:
     def cache_stats(self) -> CacheStats:
         return self._base.cache_stats()
 
+    def speculation_stats(self) -> SpeculationStats | None:
+        return self._base.speculation_stats()
+
     def tend(self) -> bool:
         return self._base.tend()
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        self._adapters.add(name, folder)
+        self._tell()
+
+    def drop_adapter(self, name: str) -> None:
+        self._adapters.drop(name)
+        if isinstance(engine := self._engines.pop(name, None), TextEngine):
+            engine.release()
+        self._base.beside = False
+        self._tell()
+
+    def _tell(self) -> None:
+        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
 
     def close(self) -> None:
         self._adapters.switch("")
