@@ -15,6 +15,7 @@ from .first_token import first_token
 from .footprint import footprint
 from .newcomer import newcomer
 from .placement import placement
+from .prediction import prediction
 from .probe import probe
 from .recovery import recovery
 from .single import single
@@ -37,6 +38,7 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "extras": extras,
     "placement": placement,
     "balloon": balloon,
+    "prediction": prediction,
     "equal": equal,
     "footprint": footprint,
     "wire": wire,
