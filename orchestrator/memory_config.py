@@ -35,7 +35,7 @@ class MemoryConfig(msgspec.Struct, frozen=True):
     queue_s: float = 60.0
     """How long a model may wait for a place before its requests are refused."""
     working_context: int = 16_384
-    """Tokens of all running requests together for which a model without `context_limit` gets room."""
+    """Tokens of all running requests of a model together for which it gets room; a higher `context_limit` counts."""
     host_pressure: bool = True
     """Load less, and then nothing, while the system says that it is short of memory."""
     enforce: bool | None = None

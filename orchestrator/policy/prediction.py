@@ -1,8 +1,8 @@
 """What a model will take, from its dimensions, before it is loaded. Pure.
 
 Weights and adapters are what their files hold. The KV cache is that of a working context, all running requests
-together: the `context_limit` of the load if it has one, else the model's own limit, but then not more than
-`working_context`. `max_tokens` of requests plays no part.
+together: `working_context` tokens, but no more than `ROWS` full requests take, and no less than one of them where the
+load says by its `context_limit` how long it may be. `max_tokens` of requests plays no part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FILL = 0.8
 """A worker's predicted use over its cap, below the soft line of 0.85. The rest is for prefixes and freed buffers."""
 
 ROWS = 4
-"""Rows for which state of fixed size (recurrent layers, logits) is counted."""
+"""Full requests at once, and rows for which state of fixed size (recurrent layers, logits) is counted."""
 
 FUSED_CHUNK = 2048
 """Prompt tokens in one step where attention is one kernel; the engine takes no more."""
@@ -104,13 +104,20 @@ def predict(
         return Prediction(weights, adapters, kv=weights // 8, work=weights // 8, guessed=True)
     tokens = context_of(load, dims, working_context)
     kv = kv_bytes(load, dims, tokens) + (load.cache_bytes or 0)  # prefixes that were asked for by number are extra
-    return Prediction(weights, adapters, kv=kv, work=work_bytes(dims, tokens, fused), context=tokens)
+    longest = min(tokens, _longest(load, dims) or tokens)
+    return Prediction(weights, adapters, kv=kv, work=work_bytes(dims, longest, fused), context=tokens)
 
 
 def context_of(load: Load, dims: Dims, working_context: int) -> int:
     """Tokens of all running requests together for which a cache is counted."""
-    known = [limit for limit in (load.context_limit, dims.context) if limit]
-    return min(known) if load.context_limit else min([working_context, *known])
+    longest = _longest(load, dims)
+    shared = min(working_context, ROWS * longest) if longest else working_context
+    return max(shared, longest) if load.context_limit else shared
+
+
+def _longest(load: Load, dims: Dims) -> int:
+    """Tokens that one request may have; 0: nobody says."""
+    return min((limit for limit in (load.context_limit, dims.context) if limit), default=0)
 
 
 def kv_bytes(load: Load, dims: Dims, tokens: int) -> int:
@@ -135,7 +142,8 @@ def _kept_bytes(load: Load, dims: Dims) -> float:
 
 
 def work_bytes(dims: Dims, tokens: int, fused: bool) -> int:
-    """Activations of the largest step: a chunk of a prompt through one layer, its attention, and logits."""
+    """Activations of the largest step: a chunk of a prompt of so many tokens through one layer, its attention, and
+    logits."""
     chunk = min(FUSED_CHUNK if fused else PLAIN_CHUNK, max(tokens, 1))
     layer = chunk * (6 * dims.hidden + 3 * dims.inner) * dims.value_bytes
     attention = dims.heads * chunk * dims.head_dim * 4

@@ -99,7 +99,7 @@ def test_plan_reads_a_configuration(folder: Path, capfd: pytest.CaptureFixture[s
     )
     assert run(["plan", "--config", str(file)]) == CliExit.FAILED
     out = capfd.readouterr().out
-    assert "256 tokens" in out
+    assert "1024 tokens" in out  # four requests of 256
     assert "o/b is neither a directory here nor a downloaded model" in out
     assert "budget: 1.0 GiB (memory.budget of the file)" in out
 

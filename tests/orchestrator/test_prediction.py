@@ -46,9 +46,16 @@ def test_keys_and_values_of_every_layer_for_the_working_context() -> None:
 
 @pytest.mark.parametrize(
     ("limit", "own", "tokens"),
-    [(None, 40960, 16384), (None, 4096, 4096), (32768, 40960, 32768), (99999, 40960, 40960)],
+    [
+        (None, 40960, 16384),
+        (None, 4096, 16384),  # of four requests or more together
+        (None, 512, 2048),
+        (1024, 40960, 4096),
+        (32768, 40960, 32768),
+        (99999, 40960, 40960),
+    ],
 )
-def test_a_context_limit_is_taken_at_its_word_and_else_the_working_context(
+def test_room_for_the_working_context_and_for_one_request_as_long_as_the_load_allows(
     limit: int | None, own: int, tokens: int
 ) -> None:
     load = Load(name="m", model="m", context_limit=limit)
