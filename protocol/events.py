@@ -108,7 +108,7 @@ class Done(Event, tag=0x48, frozen=True):
     tool_calls: list[ToolCall] = []
     """What the tool_calls channel asks for, parsed."""
     tool_error: str = ""
-    """What of that channel could not be parsed, or names no given tool."""
+    """What of that channel could not be parsed, or names no given tool; or why calls are not looked for."""
     adapter: str = ""
     """The adapter that served it. Empty: the base model, or nothing did."""
     speculation: Speculation | None = None
