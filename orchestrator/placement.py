@@ -126,12 +126,13 @@ class Placement:
         place = self._ledger.place(name)
         if place is not None and place.phase in (Phase.LOADING, Phase.RESIDENT):
             return None
-        self._tenants[name] = tenant
         if place is not None:  # its worker has left only now, and it is wanted again: last in the queue
             self.post(Gone(name))
+        self._tenants[name] = tenant
         try:
             asked = self._place(load, busy)
         except (UnknownSize, LimitTooLow) as error:
+            self._forget(name)
             remedy = "; set its memory_limit" if isinstance(error, UnknownSize) else ""
             message = f"model {name!r} has no place in memory.budget: {error}{remedy}"
             self.tell(f"refused {name}: {message}")
@@ -244,6 +245,17 @@ class Placement:
             self.tell(f"memory pressure of the host: {self._ledger.pressure.name.lower()}")
         for effect in effects:
             self._carry_out(effect)
+        if isinstance(event, Gone):
+            self._forget(event.name)
+
+    def _forget(self, name: str) -> None:
+        """Names come and go: what has no place, and does not ask for one just now, leaves nothing behind."""
+        asks = any(isinstance(event, Asked) and event.place.name == name for event in self._events)
+        if not asks and name != self._entering and self._ledger.place(name) is None:
+            self._tenants.pop(name, None)
+            self._peaks.pop(name, None)
+            if name not in self._models:
+                self._predictions.pop(name, None)
 
     def _carry_out(self, effect: Effect) -> None:
         name = effect.name
@@ -261,6 +273,9 @@ class Placement:
                 raise AssertionError(effect)
         if name == self._entering:
             self._answer = effect
+            if isinstance(effect, Refuse):
+                self._entering = None
+                self._forget(name)
         elif isinstance(effect, Refuse):
             tenant.place_refused(effect.message)
         else:

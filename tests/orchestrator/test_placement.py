@@ -314,3 +314,18 @@ async def test_shares_are_the_caps_and_never_more_than_the_budget(short_tmp: Pat
             seen = view(host)
             caps = sum(s.info.limits.memory_bytes for s in host.model_statuses() if s.info is not None and s.pid)
             assert caps <= seen.held <= seen.budget
+
+
+async def test_names_that_come_and_go_leave_nothing_behind(short_tmp: Path) -> None:
+    async with fake_host(short_tmp / "r", config=three(ROOM_FOR_ONE)) as host:
+        for i in range(3):
+            await host.load(f"m{i}", "fake", memory_limit=4 * GIB)
+            await host.unload(f"m{i}")
+            with pytest.raises(OutOfMemory):
+                await host.load(f"big{i}", "fake", memory_limit=40 * GIB)
+            with pytest.raises(OutOfMemory):
+                await host.load(f"new{i}", "fake")
+        placement = host._placement
+        assert not placement._tenants
+        assert not placement._peaks
+        assert not placement._predictions
