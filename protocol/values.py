@@ -338,3 +338,37 @@ class ModelStatus(Value, frozen=True):
     """fine, suspect (late heartbeat), suspended (stopped by a signal) or stalled."""
     log_tail: list[str] = []
     """Last lines of the worker's output, in BACKOFF and FAILED."""
+
+
+class PlaceInfo(Value, frozen=True):
+    """One model in the ledger of the memory budget. Bytes, and seconds."""
+
+    name: str
+    phase: str
+    """`waiting`, `loading`, `resident` or `leaving`; all but the first hold their share."""
+    share: int = 0
+    """What it holds of the budget: the cap of its worker."""
+    predicted: int = 0
+    """What it was predicted to take, before it was loaded."""
+    peak: int = 0
+    """The most that its worker was seen to take."""
+    pinned: bool = False
+    busy: bool = False
+    idle_s: float | None = None
+    waiting_s: float | None = None
+
+
+class PlacementInfo(Value, frozen=True):
+    """The memory budget: who holds what, and the last decisions. 0: no such bound."""
+
+    budget: int = 0
+    held: int = 0
+    max_loaded: int = 0
+    host_free: int = 0
+    pressure: str = ""
+    """Of the host: `normal`, `warn` or `critical`; `off` or `unsupported` where nobody looks."""
+    places: list[PlaceInfo] = []
+    next_eviction: str = ""
+    """The model that would make room next. Empty: none may."""
+    decisions: list[str] = []
+    """The last ones, oldest first, with their reasons."""

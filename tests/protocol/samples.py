@@ -119,6 +119,28 @@ _STATUS = v.ModelStatus(
     health="suspect",
     log_tail=["first line", "last line"],
 )
+_PLACEMENT = v.PlacementInfo(
+    budget=2**34,
+    held=2**33,
+    max_loaded=3,
+    host_free=2**32,
+    pressure="warn",
+    places=[
+        v.PlaceInfo(
+            name="tiny",
+            phase="resident",
+            share=2**33,
+            predicted=2**32,
+            peak=2**31,
+            pinned=True,
+            busy=True,
+            idle_s=1.5,
+            waiting_s=2.5,
+        )
+    ],
+    next_eviction="tiny",
+    decisions=["2.0 s ago: evicted other: tiny needs its room"],
+)
 _USAGE = v.Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=20)
 _TIMINGS = v.Timings(
     prompt_n=10,
@@ -291,7 +313,7 @@ FULL: tuple[Message, ...] = (
         speculation=v.Speculation(cycles=40, tokens=100, accepted=60),
     ),
     e.Failed(code="worker_crashed", message="SIGABRT", retryable=True, usage=_USAGE, timings=_TIMINGS),
-    e.StatsReply(models=[_STATUS], worker=_STATS, daemon={"uptime_s": 3.5}),
+    e.StatsReply(models=[_STATUS], worker=_STATS, daemon={"uptime_s": 3.5}, placement=_PLACEMENT),
     e.Heartbeat(steps=300, stats=_STATS, busy_since_s=0.5),
     e.Exiting(reason="asked to", exit_code=47),
     e.Unloaded(name="tiny", was_loaded=False),
