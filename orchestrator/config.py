@@ -100,6 +100,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     """Name → directory, relative to the file."""
     adapter: str = ""
+    memory_soft: float = 0.85
+    memory_hard: float = 0.95
+    memory_off: list[str] = []
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
 

@@ -81,6 +81,9 @@ class LoadOptions(TypedDict, total=False):
     size: int
     adapters: Mapping[str, str | os.PathLike[str]]
     adapter: str
+    memory_soft: float
+    memory_hard: float
+    memory_off: Sequence[str]
 
 
 GENERATE_OPTIONS: Final = tuple(GenerateOptions.__annotations__)

@@ -70,6 +70,12 @@ class Load(Command, tag=0x01, frozen=True):
     """Name → directory of a LoRA or DoRA adapter, as mlx-lm makes them. All are loaded with the model."""
     adapter: str = ""
     """The one for requests that name none. Empty: the base model."""
+    memory_soft: float = 0.85
+    """Share of the memory limit from which on the worker gives memory back and starts no more requests."""
+    memory_hard: float = 0.95
+    """Share from which on it refuses prompts that would not fit, and fails the biggest request."""
+    memory_off: list[str] = []
+    """What it is not to do about memory: any of `limits.MEMORY_STEPS`."""
 
 
 class Generate(Command, tag=0x02, frozen=True):

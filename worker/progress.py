@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from ..protocol.values import CacheStats, Memory, WorkerStats
+from ..protocol.values import CacheStats, LadderStats, Memory, WorkerStats
 
 RATE_WINDOW_S: Final = 1.0
 
@@ -37,6 +37,7 @@ class WorkerProgress:
         self.engine = ""
         self.memory = Memory()
         self.cache = CacheStats()
+        self.ladder = LadderStats()
 
     @property
     def is_active(self) -> bool:
@@ -82,6 +83,7 @@ class Observer:
             frames_unknown=self.frames_unknown,
             frames_refused=self.frames_refused,
             cache=p.cache,
+            ladder=p.ladder,
         )
 
     def _rates(self, now: float) -> tuple[float, float]:

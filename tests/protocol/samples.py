@@ -18,6 +18,9 @@ _LIMITS = v.Limits(
     wired_bytes=2**32,
     cache_bytes=2**30,
     enforced_by="metal",
+    soft_bytes=2**33,
+    hard_bytes=2**33 + 1,
+    unsupported=["cache"],
 )
 _INFO = v.WorkerInfo(
     engine="text",
@@ -35,6 +38,8 @@ _INFO = v.WorkerInfo(
     versions={"mlx": "0.32.4"},
     kv_cache=v.KVCacheInfo(bits=8, group_size=64, layers=28, quantised_layers=24, max_tokens=4096),
     adapters=[v.AdapterInfo(name="legal", kind="dora", rank=8, layers=56, bytes=2**22, default=True)],
+    weight_bytes=2**31,
+    kv_token_bytes=2**17,
 )
 _STATS = v.WorkerStats(
     running=1,
@@ -67,6 +72,7 @@ _STATS = v.WorkerStats(
         disk_hits=7,
         disk_errors=8,
     ),
+    ladder=v.LadderStats(level="soft", holding=True, clears=1, drops=2, waits=3, fails=4, refusals=5),
 )
 _STATUS = v.ModelStatus(
     name="tiny",
@@ -176,6 +182,9 @@ FULL: tuple[Message, ...] = (
         size=2,
         adapters={"legal": "/adapters/legal"},
         adapter="legal",
+        memory_soft=0.5,
+        memory_hard=0.75,
+        memory_off=["wait"],
     ),
     c.Generate(
         model="tiny",

@@ -357,6 +357,6 @@ def test_a_closed_engine_forgets_its_rows() -> None:
     driver.add("a", PROMPTS[0], 5)
     driver.run()
     assert driver.tokens["a"] == expected("qwen3", PROMPTS[0], 5)
-    assert engine.memory().mlx_active > 0
-    assert engine.memory().footprint > 0
+    assert engine.keeper.look().mlx_active > 0
+    assert engine.keeper.memory.footprint > 0
     engine.close()

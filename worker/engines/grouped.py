@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Final
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats, Memory
+from ...protocol.values import CacheStats
 from .adapters import Adapters
 from .base import Prepared, Row, StepOut
 from .prepare import Preparer
@@ -32,6 +32,7 @@ class Groups:
         self._adapters = adapters
         self._base = make()
         self.info = self._base.info
+        self.keeper = self._base.keeper
         self._engines: OrderedDict[str, TextEngine] = OrderedDict({"": self._base})  # whose turn is next goes first
         self._where: OrderedDict[bytes, str] = OrderedDict()
 
@@ -51,8 +52,12 @@ class Groups:
             self._where.popitem(last=False)
         engine.insert(row)
 
-    def remove(self, request_id: bytes) -> bool:
-        return any(engine.remove(request_id) for engine in self._engines.values())
+    @property
+    def prefill_chunk(self) -> int:
+        return self._base.prefill_chunk
+
+    def remove(self, request_id: bytes, *, keep: bool = True) -> bool:
+        return any(engine.remove(request_id, keep=keep) for engine in self._engines.values())
 
     def step(self) -> list[StepOut]:
         name = self._next()
@@ -74,9 +79,6 @@ class Groups:
 
     def engine_for(self, request_id: bytes) -> str:
         return self._engines[self._where.get(request_id, "")].engine_for(request_id)
-
-    def memory(self) -> Memory:
-        return self._base.memory()
 
     def cache_stats(self) -> CacheStats:
         return self._base.cache_stats()

@@ -17,15 +17,16 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats, Memory, WorkerInfo
+from ...protocol.values import CacheStats, WorkerInfo
 from ..cache.store import PrefixStore
-from ..memory.caps import Caps, measure
+from ..memory.caps import Caps
+from ..memory.keeper import Keeper
 from .adapter_files import pick_adapter
 from .base import Prepared, Row, RowFailed, StepOut, TokenOut
 from .batch import Batch, can_part
 from .live import Facts, Live
 from .prepare import Preparer
-from .schedule import chunk_size, smooth
+from .schedule import MAX_ALONE_CHUNK, chunk_size, smooth
 from .solo import Solo
 
 _log = logging.getLogger(__name__)
@@ -44,9 +45,16 @@ class TextEngine:
     """Implements `base.Engine`."""
 
     def __init__(
-        self, info: WorkerInfo, facts: Facts, preparer: Preparer, caps: Caps, store: PrefixStore | None = None
+        self,
+        info: WorkerInfo,
+        facts: Facts,
+        preparer: Preparer,
+        caps: Caps,
+        keeper: Keeper,
+        store: PrefixStore | None = None,
     ) -> None:
         self.info = info
+        self.keeper = keeper
         self._facts = facts
         self._caps = caps
         self._store = store
@@ -77,10 +85,16 @@ class TextEngine:
         self._waiting.append(live)
         self._note(live, "text")
 
-    def remove(self, request_id: bytes) -> bool:
+    @property
+    def prefill_chunk(self) -> int:
+        # While rows decode the chunks are shorter, but those may end at any step.
+        return MAX_ALONE_CHUNK
+
+    def remove(self, request_id: bytes, *, keep: bool = True) -> bool:
         live = self._rows.pop(request_id, None)
         if live is None:
             return False
+        live.caching = live.caching and keep
         if self._solo.live is live:
             self._solo.drop()
             self._keep(live, live.cache, live.cached, False, True)
@@ -123,9 +137,6 @@ class TextEngine:
     def engine_for(self, request_id: bytes) -> str:
         return self._served.get(request_id, "text")
 
-    def memory(self) -> Memory:
-        return measure()
-
     def cache_stats(self) -> CacheStats:
         return CacheStats() if self._store is None else self._store.stats()
 
@@ -144,7 +155,7 @@ class TextEngine:
             self._store.close()
             self._store = None
         mx.synchronize(generation_stream)
-        mx.clear_cache()
+        self._caps.release()
 
     def _place(self) -> list[StepOut]:
         """Give waiting rows a place; a solo row gives up its own if that is in the batch."""
