@@ -329,7 +329,7 @@ def test_a_model_that_fails_in_a_batch_is_served_row_by_row() -> None:
 
     whole: Any = shared_engine()
     facts = replace(whole._facts, model=OneRowOnly(whole._facts.model))
-    engine = TextEngine(whole.info, facts, whole._preparer, whole._caps)
+    engine = TextEngine(whole.info, facts, whole._preparer, whole._caps, whole.keeper)
     driver = Driver(engine)
     driver.add("a", PROMPTS[0], 40, **WARM)
     driver.until(driver.generated("a", 5))

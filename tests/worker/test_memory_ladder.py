@@ -75,7 +75,8 @@ def test_laws_of_a_single_look(state: State, seen: Seen, rungs: set[Rung]) -> No
     after, rung = decide(state, seen, LINES, rungs)
     assert rung is None or (rung in rungs and seen.usage >= LINES.soft)
     if rung is Rung.FAIL:
-        assert seen.usage >= LINES.hard and seen.running
+        assert seen.usage >= LINES.hard
+        assert seen.running
         assert not (seen.entries and Rung.DROP in rungs)
         assert after.holding or Rung.WAIT not in rungs
     if rung is Rung.DROP:

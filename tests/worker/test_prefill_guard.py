@@ -18,6 +18,7 @@ from mlx_bulkhead.worker.memory.prefill_guard import (
     estimate,
     is_fused,
     judge,
+    superfluous,
 )
 
 # Two thirds windowed, as in a model of 30 layers, in half precision.
@@ -113,6 +114,21 @@ def test_it_waits_only_for_what_can_come_back() -> None:
     assert judge(900, 300, 1000, freed=0, alone=100) == "refuse"
 
 
+@pytest.mark.parametrize(
+    ("prefills", "room", "index"),
+    [
+        ([100, 100, 100], 250, 2),  # any would do: the newest
+        ([100, 200, 10], 150, 1),  # the newest alone would be too little
+        ([200, 100, 10], 150, 0),
+        ([300, 200, 300], 100, 0),  # none is enough: the biggest
+        ([100], 50, 0),
+    ],
+)
+def test_which_prefill_must_go(prefills: list[int], room: int, index: int) -> None:
+    dims = Dims(heads=1, kv_heads=1, head_dim=1, act_bytes=1, groups=(Group(1, 0, 10**6),))  # attention is nothing
+    assert superfluous(dims, [Prefill(new) for new in prefills], 1, room * 10**6 + 10**5) == index
+
+
 # From a model.
 
 
@@ -188,9 +204,11 @@ def test_without_a_configuration_there_is_no_estimate() -> None:
 def test_a_part_of_the_configuration_with_layers_wins(name: str) -> None:
     inner = {**PLAIN, "num_key_value_heads": 4}
     dims = read_dims(Model(**PLAIN, **{name: inner}), [KV()] * 4)
-    assert dims is not None and dims.kv_heads == 4
+    assert dims is not None
+    assert dims.kv_heads == 4
     dims = read_dims(Model(**PLAIN, **{name: {"num_key_value_heads": 4}}), [KV()] * 4)
-    assert dims is not None and dims.kv_heads == 2
+    assert dims is not None
+    assert dims.kv_heads == 2
 
 
 @pytest.mark.parametrize(("name", "width"), [("float32", 4), ("torch.float32", 4), ("bfloat16", 2), (None, 2)])

@@ -164,7 +164,7 @@ def _check_architecture(path: Path, config: dict[str, Any], trust_remote_code: b
 
 
 def _load_weights(path: Path, trust_remote_code: bool, report: Report, caps: Caps) -> tuple[Any, int]:
-    """The model with all weights in memory, and their bytes. Evaluated in groups, so that a slow load shows movement."""
+    """The model with all weights in memory, and their bytes. Evaluated in groups: a slow load shows that it moves."""
     import mlx.core as mx
     from mlx.utils import tree_flatten
     from mlx_lm.utils import load_model
@@ -204,9 +204,9 @@ def _check_room(path: Path, caps: Caps) -> None:
     if not caps.memory or size <= caps.memory:
         return
     raise LoadProblem(
-        f"the weights in {path} do not fit: {size / 2**20:,.0f} MiB are in use ({used.mlx_active / 2**20:,.0f} MiB by "
-        f"MLX) and the memory limit is {caps.memory / 2**20:,.0f} MiB; load with a larger memory_limit, or a smaller "
-        "or more strongly quantised model",
+        f"the weights in {path} do not fit: {size / 2**20:,.1f} MiB are in use, {used.mlx_active / 2**20:,.1f} MiB "
+        f"of them by MLX, and the memory limit is {caps.memory / 2**20:,.1f} MiB; load the model with a larger "
+        "memory_limit, or one that is smaller or quantised to fewer bits",
         ErrorCode.OUT_OF_MEMORY,
     )
 

@@ -155,6 +155,7 @@ class TextEngine:
             self._store.close()
             self._store = None
         mx.synchronize(generation_stream)
+        mx.clear_cache()
         self._caps.release()
 
     def _place(self) -> list[StepOut]:

@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 from ...protocol.commands import Load
 from ...protocol.values import LadderStats, Memory
 from .ladder import Lines, Rung, Seen, State, biggest, decide, level
-from .prefill_guard import Dims, Prefill, Verdict, demand, estimate, judge
+from .prefill_guard import Dims, Prefill, Verdict, demand, estimate, judge, superfluous
 
 LOOK_S: Final = 0.25
 """Least time between two looks in calm times."""
@@ -69,7 +69,7 @@ class Keeper:
         self.dims = dims
         self._guarded = "guard" not in load.memory_off
         self._hard_share = load.memory_hard
-        self._means = means
+        self.means = means
         self._clock = clock
         self._state = State()
         self._retry_at = 0.0
@@ -92,7 +92,7 @@ class Keeper:
 
     def look(self) -> Memory:
         """Take a sample."""
-        self.memory = self._means.sample()
+        self.memory = self.means.sample()
         return self.memory
 
     # The ladder.
@@ -104,7 +104,7 @@ class Keeper:
         if lines is None:
             return None
         for _ in range(MOST_RUNGS):
-            seen = Seen(self.usage, self.memory.mlx_cache, self._means.entries(), len(rows))
+            seen = Seen(self.usage, self.memory.mlx_cache, self.means.entries(), len(rows))
             held = self._state.holding
             self._state, rung = decide(self._state, seen, lines, self._rungs)
             if held and not self._state.holding:
@@ -122,10 +122,10 @@ class Keeper:
     def _take(self, rung: Rung) -> None:
         match rung:
             case Rung.CLEAR:
-                self._means.clear()
+                self.means.clear()
             case Rung.DROP:
-                self._means.drop()
-                self._means.clear()
+                self.means.drop()
+                self.means.clear()
             case _:
                 return
         self.look()
@@ -170,7 +170,8 @@ class Keeper:
         need = demand(dims, _prefills(rows), chunk)
         if self._judge(need) == "admit":
             return None
-        row = next(row for row in reversed(rows) if row.left)
+        unfinished = [row for row in rows if row.left]
+        row = unfinished[superfluous(dims, _prefills(rows), chunk, lines.hard - self._current)]
         self._refused += 1
         what = f"a prompt of {row.left + row.done} tokens, {row.left} of them to process,"
         return row.request_id, self._why_refused(what, need, lines)
@@ -184,7 +185,7 @@ class Keeper:
             self._count(Rung.CLEAR)
             self._take(Rung.CLEAR)
         # Prefixes go only if that makes room: a prompt that can never fit must not cost others theirs.
-        while hard < self._current + need <= hard + self._droppable and self._means.entries():
+        while hard < self._current + need <= hard + self._droppable and self.means.entries():
             self._count(Rung.DROP)
             self._take(Rung.DROP)
         return judge(self._current, need, hard, freed=freed, alone=alone)
@@ -195,7 +196,7 @@ class Keeper:
 
     @property
     def _droppable(self) -> int:
-        return self._means.kept() if Rung.DROP in self._rungs else 0
+        return self.means.kept() if Rung.DROP in self._rungs else 0
 
     # Words and figures.
 

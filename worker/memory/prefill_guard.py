@@ -9,7 +9,7 @@ The estimate is that of omlx's prefill guard; `Dims` has where each figure comes
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal, NamedTuple
 
@@ -124,6 +124,17 @@ def demand(dims: Dims, prefills: Iterable[Prefill], chunk: int) -> int:
         kept += need.kv + need.state
         most = max(most, need.attention)
     return kept + most
+
+
+def superfluous(dims: Dims, prefills: Sequence[Prefill], chunk: int, room: int) -> int:
+    """Which of several prefills must go, as together they need more than `room`.
+
+    The newest without which the others fit; if none alone is enough, the one that needs most.
+    """
+    for index in reversed(range(len(prefills))):
+        if demand(dims, [*prefills[:index], *prefills[index + 1 :]], chunk) <= room:
+            return index
+    return max(range(len(prefills)), key=lambda index: estimate(dims, prefills[index], chunk).peak)
 
 
 def judge(current: int, need: int, hard: int, *, freed: int = 0, alone: int = 0) -> Verdict:
