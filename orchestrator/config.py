@@ -17,6 +17,7 @@ from msgspec import Meta
 from ..protocol import checks
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest
+from ..protocol.values import Draft
 from .options import LOAD_OPTIONS, LoadOptions, closest, local_path, make_load
 from .policy.lifecycle_values import Budgets
 from .policy.restart import RestartPolicy
@@ -100,6 +101,8 @@ class ModelConfig(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     """Name → directory, relative to the file."""
     adapter: str = ""
+    draft: Draft | str | None = None
+    """A path, absolute or relative to the file, or a Hugging Face id; or a table that has it as `model`."""
     memory_soft: float = 0.85
     memory_hard: float = 0.95
     memory_off: list[str] = []
@@ -172,8 +175,6 @@ def parse_config(table: Mapping[str, Any], base: Path) -> Config:
 
 def _located(model: ModelConfig, base: Path) -> ModelConfig:
     """A model whose path no longer depends on a directory."""
-    inside = base / os.path.expanduser(model.model)
-    is_path = model.model.startswith((".", "/", "~")) or (model.model != "" and os.path.exists(inside))
     folder = model.cache_dir
     if folder:
         folder = os.path.normpath(base / os.path.expanduser(folder))
@@ -181,8 +182,28 @@ def _located(model: ModelConfig, base: Path) -> ModelConfig:
         name: os.path.normpath(base / os.path.expanduser(path)) if path else path
         for name, path in model.adapters.items()
     }
-    path = os.path.normpath(inside) if is_path else local_path(model.model)
-    return msgspec.structs.replace(model, model=path, cache_dir=folder, adapters=adapters)
+    return msgspec.structs.replace(
+        model,
+        model=_placed(model.model, base),
+        cache_dir=folder,
+        adapters=adapters,
+        draft=_located_draft(model.draft, base),
+    )
+
+
+def _located_draft(draft: Draft | str | None, base: Path) -> Draft | None:
+    if draft is None:
+        return None
+    if isinstance(draft, str):
+        draft = Draft(draft)
+    return msgspec.structs.replace(draft, model=_placed(draft.model, base))
+
+
+def _placed(model: str, base: Path) -> str:
+    """A path within `base`, if there is such a thing or it is written like one; else what it was."""
+    inside = base / os.path.expanduser(model)
+    is_path = model.startswith((".", "/", "~")) or (model != "" and os.path.exists(inside))
+    return os.path.normpath(inside) if is_path else local_path(model)
 
 
 def _check_ranges(config: Config) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Final, NoReturn, TypedDict, TypeVar, cast
 from ..protocol import checks, codec
 from ..protocol.commands import Command, Generate, Load
 from ..protocol.errors import BadRequest, TooLarge, error_for
-from ..protocol.values import ChatMessage, OnCrash, Part, ResponseFormat
+from ..protocol.values import ChatMessage, Draft, OnCrash, Part, ResponseFormat, Speculative
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -53,6 +53,7 @@ class GenerateOptions(TypedDict, total=False):
     channels: bool
     continue_final: bool
     adapter: str | None
+    speculative: Speculative
 
 
 class LoadOptions(TypedDict, total=False):
@@ -81,6 +82,7 @@ class LoadOptions(TypedDict, total=False):
     size: int
     adapters: Mapping[str, str | os.PathLike[str]]
     adapter: str
+    draft: Draft | str | os.PathLike[str] | Mapping[str, Any] | None
     memory_soft: float
     memory_hard: float
     memory_off: Sequence[str]
@@ -121,6 +123,8 @@ def make_load(name: str, model: str | os.PathLike[str], options: LoadOptions) ->
         fields["cache_dir"] = _folder(folder)
     if isinstance(adapters := fields.get("adapters"), Mapping):
         fields["adapters"] = {name: _folder(folder) for name, folder in adapters.items()}
+    if (draft := fields.get("draft")) is not None:
+        fields["draft"] = _draft(draft)
     load = _through_the_wire(Load, {"name": name, "model": local_path(model), **fields})
     _raise_if(checks.check_load(load))
     return load
@@ -149,6 +153,16 @@ def local_path(model: str | os.PathLike[str]) -> str:
     if model.startswith((".", "/", "~")) or _exists(expanded):
         return os.path.abspath(expanded)
     return model
+
+
+def _draft(draft: Any) -> Any:
+    """A draft, given as a model's name alone or with its options; a local path becomes absolute."""
+    if isinstance(draft, Draft):
+        draft = {name: getattr(draft, name) for name in Draft.__struct_fields__}
+    if isinstance(draft, Mapping):
+        fields = _known_keys(draft, Draft.__struct_fields__, "draft")
+        return {**fields, "model": local_path(fields["model"])} if fields.get("model") is not None else fields
+    return {"model": local_path(draft)}
 
 
 def _folder(path: Any) -> Any:

@@ -12,7 +12,7 @@ from ..protocol.codec import kind_of
 from ..protocol.errors import BulkheadError, ProtocolMismatch, error_for
 from ..protocol.events import Accepted, Done, Failed, Progress, Snapshot
 from ..protocol.grammar import GrammarError, RequestState
-from ..protocol.values import Channel, FinishReason, Phase, Timings, ToolCall, Usage
+from ..protocol.values import Channel, FinishReason, Phase, Speculation, Timings, ToolCall, Usage
 
 StreamEvent = Accepted | Progress | Snapshot | Done | Failed
 _KINDS = {cls: kind_of(cls) for cls in (Accepted, Progress, Snapshot, Done, Failed)}
@@ -163,6 +163,8 @@ class Result:
     """What of it could not be parsed, or names no given tool."""
     adapter: str = ""
     """The adapter that served the request. Empty: the base model."""
+    speculation: Speculation | None = None
+    """What speculative decoding did for it, if it had a part in it."""
 
 
 class Assembler:
@@ -330,5 +332,6 @@ class Assembler:
             tool_text=self._texts.tool_calls.whole(),
             tool_error=event.tool_error,
             adapter=event.adapter,
+            speculation=event.speculation,
         )
         self._state = RequestState.CLOSED

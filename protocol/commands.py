@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from .values import CancelReason, ChatMessage, OnCrash, ResponseFormat
+from .values import CancelReason, ChatMessage, Draft, OnCrash, ResponseFormat, Speculative
 
 
 class Command(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -70,6 +70,8 @@ class Load(Command, tag=0x01, frozen=True):
     """Name → directory of a LoRA or DoRA adapter, as mlx-lm makes them. All are loaded with the model."""
     adapter: str = ""
     """The one for requests that name none. Empty: the base model."""
+    draft: Draft | None = None
+    """Speculative decoding with this draft. None: plain decoding."""
     memory_soft: float = 0.85
     """Share of the memory limit from which on the worker gives memory back and starts no more requests."""
     memory_hard: float = 0.95
@@ -147,6 +149,8 @@ class Generate(Command, tag=0x02, frozen=True):
     """Go on with the last message, which is the assistant's, instead of answering it. The answer is what is new."""
     adapter: str | None = None
     """Name of a loaded adapter, or `base`. None: the default of the model's load."""
+    speculative: Speculative = "auto"
+    """Where the load has a draft. `on`: also while speculation does not pay. `off`: plain decoding."""
 
 
 class Cancel(Command, tag=0x03, frozen=True):

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import msgspec
 
-from .values import Channel, FinishReason, ModelStatus, Phase, Timings, ToolCall, Usage, WorkerInfo, WorkerStats
+from .values import (
+    Channel,
+    FinishReason,
+    ModelStatus,
+    Phase,
+    Speculation,
+    Timings,
+    ToolCall,
+    Usage,
+    WorkerInfo,
+    WorkerStats,
+)
 
 
 class Event(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="type", tag=0):
@@ -85,8 +96,9 @@ class Done(Event, tag=0x48, frozen=True):
     usage: Usage
     timings: Timings
     engine: str
-    """The engine that served it: `text`, `batch`, …"""
+    """The engine that served it last: `text` (alone), `batch`, `dflash`."""
     fallback_reason: str = ""
+    """Why it was not speculation, where the load has a draft."""
     chars: int = 0
     """Characters of the content channel in all; the receiver checks its own count against it."""
     restarts: int = 0
@@ -97,6 +109,8 @@ class Done(Event, tag=0x48, frozen=True):
     """What of that channel could not be parsed, or names no given tool."""
     adapter: str = ""
     """The adapter that served it. Empty: the base model, or nothing did."""
+    speculation: Speculation | None = None
+    """What speculation did for it, if it had a part in it."""
 
 
 class Failed(Event, tag=0x49, frozen=True):

@@ -17,6 +17,9 @@ FinishReason = Literal["stop", "length", "tool_calls", "cancelled", "deadline"]
 Channel = Literal["content", "reasoning", "tool_calls"]
 OnCrash = Literal["resume", "fail"]
 CancelReason = Literal["cancelled", "deadline"]
+Speculative = Literal["auto", "on", "off"]
+DraftDtype = Literal["auto", "own", "float32", "bfloat16", "float16"]
+VerifyMode = Literal["adaptive", "dflash", "ddtree", "off"]
 
 ROLES: tuple[str, ...] = ("system", "developer", "user", "assistant", "tool")
 
@@ -166,6 +169,100 @@ class TemplateInfo(Value, frozen=True):
     pad: bool = False
 
 
+class CacheStats(Value, frozen=True):
+    """Kept prefixes of prompts, in memory and on disk. Hits, misses, tokens, evictions and errors are counters."""
+
+    entries: int = 0
+    bytes: int = 0
+    hits: int = 0
+    misses: int = 0
+    tokens_reused: int = 0
+    evictions: int = 0
+    disk_entries: int = 0
+    disk_bytes: int = 0
+    disk_hits: int = 0
+    disk_errors: int = 0
+
+
+class Draft(Value, frozen=True):
+    """A draft for speculative decoding, and how it is used."""
+
+    model: str
+    """A directory, a Hugging Face id, or `auto`: the one that dflash-mlx knows for the target."""
+    quant: str = ""
+    """Such as `w4a16:gs64`. `none`: as it is. Empty: as it is, or what dflash-mlx uses for a draft that it knows."""
+    dtype: DraftDtype = "auto"
+    """What it computes in. `auto`: float32 on a CPU, else its own."""
+    required: bool = False
+    """A load without it fails, instead of serving plainly."""
+    max_ctx: int | None = None
+    """Prompts of so many tokens and more are decoded plainly. None: no prompt is too long."""
+    verify_mode: VerifyMode = "adaptive"
+    """How dflash-mlx checks a block. `off`: without its kernels for quantised targets."""
+    window: int = 1024
+    """Newest tokens that the draft looks at."""
+    sink: int = 64
+    """First tokens that it looks at, too."""
+    copy_drafting: bool | None = None
+    """Draft by copying repeated text where there is some. None: yes."""
+    cache_entries: int = 4
+    """Prefixes kept in memory for it. 0: none."""
+    cache_bytes: int = 8 * 1024**3
+    disk_bytes: int = 0
+    """Bytes that they may take on disk. 0: none."""
+
+
+class SpeculationInfo(Value, frozen=True):
+    """What became of the draft of a load."""
+
+    active: bool = False
+    reason: str = ""
+    """Why it is not in use."""
+    draft: str = ""
+    family: str = ""
+    block_tokens: int = 0
+    layers: int = 0
+    dtype: str = ""
+    quant: str = ""
+    verify_mode: str = ""
+    bytes: int = 0
+    cycle_cost: float = 0.0
+    """Time of a cycle in plain tokens, measured at load. 0: not measured."""
+
+
+class Speculation(Value, frozen=True):
+    """What speculation did for one request."""
+
+    cycles: int = 0
+    tokens: int = 0
+    """Generated in these cycles."""
+    accepted: int = 0
+    """Of these, proposed by the draft."""
+
+
+class SpeculationStats(Value, frozen=True):
+    """What speculation did in a worker so far. All but mode, gain and tokens_a_cycle are counters."""
+
+    mode: str = ""
+    """Which engine has rows now: `dflash`, `plain` or `idle`."""
+    reason: str = ""
+    """Why DFlash is not in use any more, or not for now."""
+    requests: int = 0
+    """Served by DFlash from their beginning."""
+    fallbacks: dict[str, int] = {}
+    """Reason → requests that it did not serve, or not to their end."""
+    switches: int = 0
+    """Requests that moved to the text engine in mid-answer."""
+    cycles: int = 0
+    tokens: int = 0
+    accepted: int = 0
+    tokens_a_cycle: float = 0.0
+    """As expected of the next request."""
+    gain: float = 0.0
+    """Times as fast as plain decoding, measured. 0: not known yet."""
+    cache: CacheStats = CacheStats()
+
+
 class WorkerInfo(Value, frozen=True):
     """What a worker reports once its model is loaded."""
 
@@ -183,25 +280,12 @@ class WorkerInfo(Value, frozen=True):
     versions: dict[str, str] = {}
     kv_cache: KVCacheInfo = KVCacheInfo()
     adapters: list[AdapterInfo] = []
+    speculation: SpeculationInfo | None = None
+    """Set if the load has a draft."""
     weight_bytes: int = 0
     """Of the weights in memory, measured."""
     kv_token_bytes: int = 0
     """KV cache of one more token; 0: not known."""
-
-
-class CacheStats(Value, frozen=True):
-    """Kept prefixes of prompts, in memory and on disk. Hits, misses, tokens, evictions and errors are counters."""
-
-    entries: int = 0
-    bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-    tokens_reused: int = 0
-    evictions: int = 0
-    disk_entries: int = 0
-    disk_bytes: int = 0
-    disk_hits: int = 0
-    disk_errors: int = 0
 
 
 class LadderStats(Value, frozen=True):
@@ -242,6 +326,8 @@ class WorkerStats(Value, frozen=True):
     frames_unknown: int = 0
     frames_refused: int = 0
     cache: CacheStats = CacheStats()
+    speculation: SpeculationStats | None = None
+    """Set if the load has a draft."""
     ladder: LadderStats = LadderStats()
 
 

@@ -11,7 +11,7 @@ from typing import Final
 from ..protocol.errors import RETRYABLE, ErrorCode
 from ..protocol.events import Done, Failed, Progress
 from ..protocol.values import FinishReason, Timings, Usage
-from .engines.base import PrefillOut
+from .engines.base import PrefillOut, Served
 from .mailbox import Mailbox
 from .progress import WorkerProgress
 from .requests import Request
@@ -51,7 +51,7 @@ class Emitter:
             request.progress_at = now
             self._post(request.request_id, Progress("prefill", out.processed, out.total))
 
-    def done(self, request: Request, reason: FinishReason, engine: str, now: float) -> None:
+    def done(self, request: Request, reason: FinishReason, served: Served, now: float) -> None:
         """Send what is held, then the good end."""
         self.flush(request, now)
         if reason in ("cancelled", "deadline"):
@@ -66,11 +66,13 @@ class Emitter:
             reason,
             usage,
             timings,
-            engine,
+            served.engine,
+            served.fallback_reason,
             chars=request.chars["content"],
             tool_calls=calls,
             tool_error=problem,
             adapter=request.row.adapter if request.row is not None else "",
+            speculation=served.speculation,
         )
         self._post(request.request_id, done)
         log.info(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from ..protocol.values import CacheStats, LadderStats, Memory, WorkerStats
+from ..protocol.values import CacheStats, LadderStats, Memory, SpeculationStats, WorkerStats
 
 RATE_WINDOW_S: Final = 1.0
 
@@ -37,6 +37,7 @@ class WorkerProgress:
         self.engine = ""
         self.memory = Memory()
         self.cache = CacheStats()
+        self.speculation: SpeculationStats | None = None
         self.ladder = LadderStats()
 
     @property
@@ -83,6 +84,7 @@ class Observer:
             frames_unknown=self.frames_unknown,
             frames_refused=self.frames_refused,
             cache=p.cache,
+            speculation=p.speculation,
             ladder=p.ladder,
         )
 

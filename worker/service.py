@@ -18,7 +18,7 @@ from ..protocol.events import Loaded, LoadFailed
 from ..protocol.exit_codes import WorkerExit
 from ..protocol.values import FinishReason
 from .emitter import Emitter
-from .engines.base import Engine, PrefillOut, Refused, RowFailed, StepOut, TokenOut
+from .engines.base import Engine, PrefillOut, Refused, RowFailed, Served, StepOut, TokenOut
 from .faults import is_out_of_memory, say
 from .mailbox import Mailbox, Order
 from .progress import WorkerProgress
@@ -274,28 +274,29 @@ class Service:
         self._next_sample = now + self._keeper.pause
         self._progress.memory, self._progress.ladder = self._keeper.memory, self._keeper.stats()
         self._progress.cache = self._engine.cache_stats()
+        self._progress.speculation = self._engine.speculation_stats()
 
     # Ends.
 
     def _finish(self, request: Request, finish: str, now: float) -> None:
         """The engine or a stop string ended a request."""
-        name = self._engine_name(request)
+        served = self._served(request)
         self._drop(request)
         if request.completion_tokens == 0:
             text, timings = "the engine ended without generating", request.timings(now)
             self._emitter.failed(request.request_id, ErrorCode.INTERNAL, text, request.usage(), timings)
             return
-        self._emitter.done(request, cast(FinishReason, finish), name, now)
+        self._emitter.done(request, cast(FinishReason, finish), served, now)
 
     def _end(self, request_id: bytes, reason: FinishReason, now: float) -> None:
         """A request is to end from outside, in whatever phase it is."""
         request = self._table.running.get(request_id) or self._table.waiting[request_id]
-        name = self._engine_name(request)
+        served = self._served(request)
         if request_id in self._table.running:
             self._engine.remove(request_id)
         self._drop(request)
         request.end_text()
-        self._emitter.done(request, reason, name, now)
+        self._emitter.done(request, reason, served, now)
 
     def _end_all(self) -> None:
         """Every request ends as cancelled: the worker goes away."""
@@ -314,10 +315,10 @@ class Service:
         self._table.drop(request.request_id)
         self._note_table()
 
-    def _engine_name(self, request: Request) -> str:
+    def _served(self, request: Request) -> Served:
         if request.inserted_at is None:
-            return self._engine.info.engine
-        return self._engine.engine_for(request.request_id)
+            return Served(self._engine.info.engine)
+        return self._engine.served(request.request_id)
 
     def _note_table(self) -> None:
         progress, table = self._progress, self._table

@@ -22,6 +22,9 @@ def load(
     max_queued: Annotated[int | None, typer.Option(help="Requests that may wait behind them.")] = None,
     trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Run the model's own code.")] = False,
     deterministic: Annotated[bool, typer.Option("--deterministic", help="One request at a time.")] = False,
+    draft: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Decode speculatively with this draft; auto: a known one.")
+    ] = None,
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the worker; repeatable.")] = None,
     json: Json = False,
     run_dir: RunDir = None,
@@ -37,6 +40,8 @@ def load(
         "deterministic": deterministic,
         "env": _pairs(env or []),
     }
+    if draft is not None:
+        options["draft"] = draft
     if max_running is not None:
         options["max_running"] = max_running
     if max_queued is not None:
@@ -56,7 +61,12 @@ def load(
 
 def ready(name: str, info: WorkerInfo) -> str:
     """The line that a load or restart ends with."""
-    return f"{name}: ready in {info.load_seconds:.1f} s, engine {info.engine}, {mib(info.memory_after.footprint)}"
+    line = f"{name}: ready in {info.load_seconds:.1f} s, engine {info.engine}, {mib(info.memory_after.footprint)}"
+    if (speculation := info.speculation) is None:
+        return line
+    if not speculation.active:
+        return f"{line}\n{name}: no speculation: {speculation.reason}"
+    return f"{line}, speculation in blocks of {speculation.block_tokens}"
 
 
 def load_exit(error: BulkheadError) -> CliExit:

@@ -10,7 +10,7 @@ import typer
 
 from ...protocol.events import StatsReply
 from ...protocol.exit_codes import CliExit
-from ...protocol.values import ModelStatus
+from ...protocol.values import ModelStatus, SpeculationStats
 from .common import Json, RunDir, connect, mib, print_json, span, table
 
 HEADINGS = [
@@ -46,7 +46,23 @@ def _text(reply: StatsReply) -> str:
     daemon = dict(reply.daemon)
     head = f"daemon: up {span(daemon.pop('uptime_s', 0.0))}, {mib(daemon.pop('rss_bytes', 0.0))}"
     rest = ", ".join(f"{key} {value:g}" for key, value in daemon.items())
-    return "\n".join([f"{head}, {rest}" if rest else head, table([_row(model) for model in reply.models], HEADINGS)])
+    lines = [f"{head}, {rest}" if rest else head, table([_row(model) for model in reply.models], HEADINGS)]
+    lines += [
+        f"{model.name}: {speculating(model.stats.speculation)}"
+        for model in reply.models
+        if model.stats is not None and model.stats.speculation is not None
+    ]
+    return "\n".join(lines)
+
+
+def speculating(stats: SpeculationStats) -> str:
+    """What speculation does, in one line."""
+    line = "speculation"
+    if stats.cycles:
+        drafted = stats.accepted / max(1, stats.tokens)
+        line += f" made {stats.tokens} tokens in {stats.cycles} cycles, {drafted:.0%} drafted, gain {stats.gain:.2f}"
+    others = ", ".join(f"{count} x {reason}" for reason, count in sorted(stats.fallbacks.items()))
+    return "; ".join(part for part in (line, stats.reason, others and f"plain: {others}") if part)
 
 
 def _row(model: ModelStatus) -> list[str]:

@@ -96,13 +96,13 @@ def test_rows_that_come_and_go_do_not_disturb_each_other() -> None:
     drive.until(drive.generated("gone", 4))
     assert engine.remove(b"gone")
     assert not engine.remove(b"gone")
-    assert engine.engine_for(b"A guest") == "batch"
+    assert engine.served(b"A guest").engine == "batch"
     drive.run()
     assert drive.tokens["A long"] == wanted("qwen3", "A", PROMPTS[0], 200)
     assert drive.tokens["A guest"] == wanted("qwen3", "A", PROMPTS[2], 30)
     assert drive.tokens["base"] == expected("qwen3", tuple(LONG), 90)
     assert drive.tokens["B"] == wanted("qwen3", "B", PROMPTS[1], 60)
-    assert engine.engine_for(b"base") == "text"
+    assert engine.served(b"base").engine == "text"
     engine.close()
 
 

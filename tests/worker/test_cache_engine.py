@@ -161,7 +161,7 @@ def test_rows_of_a_batch_join_with_their_caches(drive: Driver, architecture: str
     drive.run()
     for name, prompt in prompts.items():
         assert drive.tokens[name] == cold(architecture, prompt, 25)
-        assert drive.engine.engine_for(name.encode()) == "batch"
+        assert drive.engine.served(name.encode()).engine == "batch"
     assert drive.cached["e"] == len(LONG) - 1
     assert drive.cached["a"] >= 683
     assert drive.cached["c"] >= 256

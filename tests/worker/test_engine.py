@@ -137,7 +137,7 @@ def test_a_lone_row_gives_the_tokens_of_the_library(architecture: str) -> None:
         driver.run()
         assert driver.tokens[str(number)] == expected(architecture, prompt, 80)
         assert driver.finish[str(number)] == "length"
-        assert driver.engine.engine_for(str(number).encode()) == "text"
+        assert driver.engine.served(str(number).encode()).engine == "text"
 
 
 def test_a_long_prompt_goes_in_chunks(architecture: str) -> None:
@@ -193,7 +193,7 @@ def test_company_at_any_moment_changes_nothing(architecture: str, steps: int) ->
     driver.run()
     assert driver.tokens["solo"] == expected(architecture, tuple(CHUNKED), 40)
     assert driver.tokens["other"] == expected(architecture, PROMPTS[0], 40)
-    assert driver.engine.engine_for(b"other") in ("batch", "text")
+    assert driver.engine.served(b"other").engine in ("batch", "text")
 
 
 def test_a_row_that_ends_in_the_moment_of_company(drive: Driver) -> None:
@@ -211,9 +211,9 @@ def test_a_row_left_alone_goes_back_to_solo(drive: Driver) -> None:
     drive.until(drive.generated("long", 5))
     drive.add("short", PROMPTS[1], 10)
     drive.until(lambda: drive.finish["short"] is not None)
-    assert drive.engine.engine_for(b"long") == "batch"
+    assert drive.engine.served(b"long").engine == "batch"
     drive.until(drive.generated("long", 60))
-    assert drive.engine.engine_for(b"long") == "text"
+    assert drive.engine.served(b"long").engine == "text"
     drive.add("late", PROMPTS[2], 10)  # and into the batch once more
     drive.run()
     assert drive.tokens["long"] == expected("qwen3", PROMPTS[0], 150)

@@ -77,7 +77,7 @@ def test_a_guest_whose_host_ends_goes_on_alone(drive: Driver, architecture: str)
     drive.drop("host")
     drive.run()
     check(drive, architecture, "guest", CHUNKED, 12)
-    assert drive.engine.engine_for(b"guest") == "text"
+    assert drive.engine.served(b"guest").engine == "text"
 
 
 def test_a_guest_is_cancelled_in_its_prefill(drive: Driver, architecture: str) -> None:
@@ -99,7 +99,7 @@ def test_a_guest_of_one_token_never_joins(drive: Driver, architecture: str) -> N
     drive.run()
     check(drive, architecture, "guest", PROMPTS[1], 1)
     check(drive, architecture, "host", PROMPTS[0], 30)
-    assert drive.engine.engine_for(b"host") == "text"
+    assert drive.engine.served(b"host").engine == "text"
 
 
 def test_guests_of_a_batch(drive: Driver, architecture: str) -> None:

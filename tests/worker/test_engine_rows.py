@@ -51,7 +51,7 @@ def test_a_seed_survives_every_move_between_solo_and_batch(drive: Driver) -> Non
     drive.until(drive.generated("seeded", 6))
     drive.add("short", PROMPTS[1], 3)
     drive.until(drive.generated("seeded", 40))
-    assert drive.engine.engine_for(b"seeded") == "text"
+    assert drive.engine.served(b"seeded").engine == "text"
     drive.add("late", PROMPTS[1], 3)
     drive.run()
     assert drive.tokens["seeded"] == reference
@@ -305,7 +305,7 @@ def test_deterministic_serves_one_row_after_the_other() -> None:
     assert driver.log == ["0"] * 12 + ["1"] * 12 + ["2"] * 12
     for number in range(3):
         assert driver.tokens[str(number)] == expected("qwen3", PROMPTS[number], 12)
-        assert engine.engine_for(str(number).encode()) == "text"
+        assert engine.served(str(number).encode()).engine == "text"
     engine.close()
 
 
@@ -339,7 +339,7 @@ def test_a_model_that_fails_in_a_batch_is_served_row_by_row() -> None:
     assert driver.tokens["a"] == alone(PROMPTS[0], 40, **WARM)
     assert driver.tokens["b"] == expected("qwen3", tuple(CHUNKED), 10)
     assert driver.tokens["c"] == expected("qwen3", PROMPTS[2], 10)
-    assert engine.engine_for(b"b") == "text"
+    assert engine.served(b"b").engine == "text"
     engine.close()
 
 

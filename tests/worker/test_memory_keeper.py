@@ -47,13 +47,19 @@ class World:
         self.log.append("clear")
         self.cache = self.slack = 0
 
-    def drop(self) -> None:
+    def __len__(self) -> int:
+        return len(self.entries)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.entries)
+
+    def drop_oldest(self) -> None:
         self.log.append("drop")
         self.entries.pop(0)
 
     def keeper(self, limit: int = LIMIT, dims: Dims | None = DIMS, **load: Any) -> Keeper:
-        means = Means(self.sample, self.clear, lambda: len(self.entries), lambda: sum(self.entries), self.drop)
-        return Keeper(limit, Load("m", "p", **load), means, dims, lambda: self.now)
+        return Keeper(limit, Load("m", "p", **load), Means(self.sample, self.clear), dims, [self], lambda: self.now)
 
     @property
     def deeds(self) -> list[str]:

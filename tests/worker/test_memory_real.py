@@ -6,7 +6,6 @@ import gc
 import importlib
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from mlx_bulkhead.worker.mailbox import Mailbox, Order
 from mlx_bulkhead.worker.memory import caps as caps_module
 from mlx_bulkhead.worker.memory.caps import backend
 from mlx_bulkhead.worker.memory.footprint import footprint, give_back
-from mlx_bulkhead.worker.memory.keeper import Keeper
+from mlx_bulkhead.worker.memory.keeper import Keeper, Means
 from mlx_bulkhead.worker.progress import WorkerProgress
 from mlx_bulkhead.worker.service import Service
 
@@ -188,9 +187,11 @@ def test_memory_fills_and_each_rung_is_taken_in_turn(ballast: Ballast) -> None:
         return means.sample()
 
     looks: list[int] = []
-    watched = replace(means, sample=look, clear=noted("clear", means.clear), drop=noted("drop", means.drop))
-    load = Load("tiny", "p", **shares)
-    keeper = engine.keeper = Keeper(engine.info.limits.memory_bytes, load, watched, engine.keeper.dims)
+    store: Any = engine.keeper.holders[0]
+    store.drop_oldest = noted("drop", store.drop_oldest)
+    watched = Means(look, noted("clear", means.clear))
+    load, limit = Load("tiny", "p", **shares), engine.info.limits.memory_bytes
+    keeper = engine.keeper = Keeper(limit, load, watched, engine.keeper.dims, [store])
     remove = engine.remove
 
     def removed(request_id: bytes, *, keep: bool = True) -> bool:

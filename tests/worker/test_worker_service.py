@@ -10,7 +10,7 @@ from mlx_bulkhead.protocol.commands import Cancel, Command, Generate, Load, Shut
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.protocol.exit_codes import WorkerExit
 from mlx_bulkhead.protocol.values import CacheStats, Limits, Memory, ToolCall, WorkerInfo
-from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, RowFailed, Sampling, StepOut, TokenOut
+from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, RowFailed, Sampling, Served, StepOut, TokenOut
 from mlx_bulkhead.worker.mailbox import Mailbox, Order
 from mlx_bulkhead.worker.memory.keeper import Keeper, Means
 from mlx_bulkhead.worker.progress import WorkerProgress
@@ -38,7 +38,7 @@ class Words:
 
 def keeper(limit: int = 0, sample: Callable[[], Memory] = lambda: Memory(footprint=5)) -> Keeper:
     """It can see, and has nothing to give back."""
-    return Keeper(limit, Load("m", "p"), Means(sample, lambda: None, lambda: 0, lambda: 0, lambda: None), None)
+    return Keeper(limit, Load("m", "p"), Means(sample, lambda: None), None)
 
 
 class Scripted:
@@ -86,8 +86,11 @@ class Scripted:
     def next_is_prefill(self) -> bool:
         return self.prefills
 
-    def engine_for(self, request_id: bytes) -> str:
-        return "batch"
+    def served(self, request_id: bytes) -> Served:
+        return Served("batch")
+
+    def speculation_stats(self) -> None:
+        return None
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(entries=3)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
-from ...protocol.values import CacheStats, ToolCall, WorkerInfo
+from ...protocol.values import CacheStats, Speculation, SpeculationStats, ToolCall, WorkerInfo
 from ..memory.keeper import Keeper
 from ..text.channels import Piece
 
@@ -80,6 +80,8 @@ class Row:
     """Makes what keeps the answer in its form: a processor of logits, given what is generated already."""
     adapter: str = ""
     """The adapter that computes it. Empty: the base model."""
+    speculative: str = "auto"
+    """`on`: whatever the measured gain. `off`: never. `auto`: while it pays."""
 
 
 class TokenOut(NamedTuple):
@@ -112,6 +114,17 @@ class RowFailed(NamedTuple):
 
 
 StepOut = TokenOut | PrefillOut | RowFailed
+
+
+class Served(NamedTuple):
+    """What serves, or last served, a row."""
+
+    engine: str
+    """`text` (alone), `batch` or `dflash`."""
+    fallback_reason: str = ""
+    """Why it was not the engine that the load was made for, if it was not."""
+    speculation: Speculation | None = None
+    """What DFlash did for it, if it had it at all."""
 
 
 class TextOut(Protocol):
@@ -180,12 +193,16 @@ class Engine(Protocol):
         """Whether the next `step` may take long because it prefills; held text is flushed before it."""
         ...
 
-    def engine_for(self, request_id: bytes) -> str:
-        """Which engine serves, or last served, a row: `text` (alone) or `batch`."""
+    def served(self, request_id: bytes) -> Served:
+        """Which engine serves, or last served, a row, and why."""
         ...
 
     def cache_stats(self) -> CacheStats:
         """What is kept of earlier prompts, and what it was good for."""
+        ...
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        """What speculation did so far; None where there is no draft."""
         ...
 
     def tend(self) -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats
+from ...protocol.values import CacheStats, SpeculationStats
 from .adapters import Adapters
-from .base import Prepared, Row, StepOut
+from .base import Prepared, Row, Served, StepOut
 from .prepare import Preparer
 from .text import TextEngine
+
+if TYPE_CHECKING:  # it imports a library of its own
+    from .dflash.engine import Speculating
 
 _REMEMBERED: Final = 2048
 """Rows of which it is remembered which group served them; more than can run."""
@@ -25,15 +28,23 @@ _REMEMBERED: Final = 2048
 class Groups:
     """Implements `base.Engine`."""
 
-    def __init__(self, make: Callable[[], TextEngine], preparer: Preparer, adapters: Adapters) -> None:
-        """`make` gives engines that share all but their rows."""
+    def __init__(
+        self,
+        base: TextEngine | Speculating,
+        make: Callable[[], TextEngine],
+        preparer: Preparer,
+        adapters: Adapters,
+    ) -> None:
+        """`base` serves the model without an adapter. `make` gives engines that share all but their rows with it."""
         self._make = make
         self._preparer = preparer
         self._adapters = adapters
-        self._base = make()
+        self._base = base
         self.info = self._base.info
-        self.keeper = self._base.keeper
-        self._engines: OrderedDict[str, TextEngine] = OrderedDict({"": self._base})  # whose turn is next goes first
+        self.keeper = base.keeper
+        self._engines: OrderedDict[str, TextEngine | Speculating] = OrderedDict(
+            {"": base}
+        )  # whose turn is next goes first
         self._where: OrderedDict[bytes, str] = OrderedDict()
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
@@ -77,11 +88,14 @@ class Groups:
         name = self._next()
         return name is not None and self._engines[name].next_is_prefill()
 
-    def engine_for(self, request_id: bytes) -> str:
-        return self._engines[self._where.get(request_id, "")].engine_for(request_id)
+    def served(self, request_id: bytes) -> Served:
+        return self._engines[self._where.get(request_id, "")].served(request_id)
 
     def cache_stats(self) -> CacheStats:
         return self._base.cache_stats()
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        return self._base.speculation_stats()
 
     def tend(self) -> bool:
         return self._base.tend()

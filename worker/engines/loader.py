@@ -46,7 +46,7 @@ def open_engine(load: Load, report: Report) -> Engine:
         from .hub import download
 
         path = download(load.model, report)
-    else:
+    elif load.draft is None or resolve_model(load.draft.model) is not None:
         # Read when the library is imported; without it a local tokenizer may still ask the hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
     report("checking", 0, 0)
@@ -67,7 +67,9 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     from ..text.templates import describe
     from .adapters import Adapters
     from .batch import can_batch
+    from .dflash.opening import WITH_ADAPTER, make_engine, open_draft
     from .grouped import Groups
+    from .hub import download
     from .kv import KVCaches
     from .live import Facts
     from .prepare import Preparer
@@ -100,6 +102,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         spared=tuple(sorted(t for t in eos | _newline(tokenizer) if 0 <= t < vocabulary)),
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
+    opened = open_draft(load, facts, config, caps.backend, report, lambda name: download(name, report))
     keeper = make_keeper(load, caps, model, caches.make(), filled, store)
     lines, dims = keeper.lines, keeper.dims
     info = WorkerInfo(
@@ -128,13 +131,22 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         versions=versions,
         kv_cache=caches.info,
         adapters=adapters.infos,
+        speculation=opened.info if opened is not None else None,
         weight_bytes=weights,
         kv_token_bytes=math.ceil(dims.token_bytes) if dims else 0,
     )
     preparer = Preparer(tokenizer, vocabulary, info.limits.context_tokens, facts.eos)
-    if adapters.infos:
-        return Groups(lambda: TextEngine(info, facts, preparer, caps, keeper, store), preparer, adapters)
-    return TextEngine(info, facts, preparer, caps, keeper, store)
+
+    def make() -> TextEngine:
+        engine = TextEngine(info, facts, preparer, caps, keeper, store)
+        if opened is not None:
+            engine.plain_because = opened.info.reason or WITH_ADAPTER
+        return engine
+
+    base = make()
+    if opened is not None and opened.pair is not None:
+        base = make_engine(opened, base, facts, load, path, tokenizer)
+    return Groups(base, make, preparer, adapters) if adapters.infos else base
 
 
 def _import_library(path: Path) -> None:

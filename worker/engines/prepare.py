@@ -59,6 +59,7 @@ class Preparer:
             logprobs=request.logprobs,
             top_logprobs=request.top_logprobs,
             constrain=self._constrain(request, prompt),
+            speculative=request.speculative,
         )
         return Prepared(row, text)
 

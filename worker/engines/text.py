@@ -10,19 +10,19 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats, WorkerInfo
+from ...protocol.values import CacheStats, SpeculationStats, WorkerInfo
 from ..cache.store import PrefixStore
 from ..memory.caps import Caps
 from ..memory.keeper import Keeper
 from .adapter_files import pick_adapter
-from .base import Prepared, Row, RowFailed, StepOut, TokenOut
+from .base import Prepared, Row, RowFailed, Served, StepOut, TokenOut
 from .batch import Batch, can_part
 from .live import Facts, Live
 from .prepare import Preparer
@@ -73,6 +73,10 @@ class TextEngine:
         self._served: OrderedDict[bytes, str] = OrderedDict()
         self._token_seconds: float | None = None
         self._decode_seconds: float | None = None
+        self.plain_because = ""
+        """Why it serves rows without speculation, in a load with a draft."""
+        self.on_lone_step: Callable[[float], None] | None = None
+        """Told the seconds of each step of a lone row."""
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         pick_adapter(request.adapter, (), "")
@@ -84,6 +88,18 @@ class TextEngine:
         self._rows[row.request_id] = live
         self._waiting.append(live)
         self._note(live, "text")
+
+    def adopt(self, live: Live) -> None:
+        """Take a row in the middle of its way, with the cache that it has. A lone one decodes at once."""
+        quiet = not self._rows
+        live.caching = live.row.caching and self._store is not None
+        self._rows[live.row.request_id] = live
+        self._note(live, "text")
+        if quiet and live.cached == len(live.ids) - 1:
+            self._solo.start(live)
+            self._solo.prefill(1)  # its neighbours then wait for it no more than for any that decodes
+        else:
+            self._waiting.append(live)
 
     @property
     def prefill_chunk(self) -> int:
@@ -118,7 +134,10 @@ class TextEngine:
         elif self._solo.live is not None:
             began = time.perf_counter()
             outs.append(self._solo.decode())
-            self._decode_seconds = smooth(self._decode_seconds, time.perf_counter() - began)
+            seconds = time.perf_counter() - began
+            self._decode_seconds = smooth(self._decode_seconds, seconds)
+            if self.on_lone_step is not None:
+                self.on_lone_step(seconds)
         for out in outs:
             if isinstance(out, RowFailed) or (isinstance(out, TokenOut) and out.finish is not None):
                 self._rows.pop(out.request_id, None)
@@ -134,11 +153,16 @@ class TextEngine:
         in_batch = self._batch is not None and self._batch.prefilling
         return bool(self._waiting) or self._solo.prefilling or self._guest.live is not None or in_batch
 
-    def engine_for(self, request_id: bytes) -> str:
-        return self._served.get(request_id, "text")
+    def served(self, request_id: bytes) -> Served:
+        return Served(self._served.get(request_id, "text"), self.plain_because)
 
     def cache_stats(self) -> CacheStats:
         return CacheStats() if self._store is None else self._store.stats()
+
+    def speculation_stats(self) -> SpeculationStats | None:
+        if not self.plain_because:
+            return None
+        return SpeculationStats(mode="plain" if self._rows else "idle", reason=self.plain_because)
 
     def tend(self) -> bool:
         return self._store is not None and self._store.tend()

@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
 from ...protocol.commands import Load
 from ...protocol.values import LadderStats, Memory
@@ -31,6 +31,15 @@ MOST_RUNGS: Final = 1000
 _log = logging.getLogger(__name__)
 
 
+class Holder(Protocol):
+    """Keeps prefixes of prompts in memory, and can let go of them."""
+
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    def drop_oldest(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Means:
     """What a keeper looks and acts through."""
@@ -38,11 +47,6 @@ class Means:
     sample: Callable[[], Memory]
     clear: Callable[[], None]
     """Give free memory back to the system."""
-    entries: Callable[[], int]
-    """How many prefixes are kept, and the bytes that they take."""
-    kept: Callable[[], int]
-    drop: Callable[[], None]
-    """Let the kept prefix go that was used longest ago."""
 
 
 class Held(NamedTuple):
@@ -61,9 +65,17 @@ class Keeper:
     """Watches one worker. Without a limit it only looks."""
 
     def __init__(
-        self, limit: int, load: Load, means: Means, dims: Dims | None, clock: Callable[[], float] = time.monotonic
+        self,
+        limit: int,
+        load: Load,
+        means: Means,
+        dims: Dims | None,
+        holders: Sequence[Holder] = (),
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`limit`: bytes in force for this worker; 0: none."""
+        self.holders = list(holders)
+        """Those whose prefixes count as part of this worker's budget."""
         self.lines = Lines.of(limit, load.memory_soft, load.memory_hard) if limit else None
         self._rungs = frozenset(rung for rung in Rung if rung.value not in load.memory_off)
         self.dims = dims
@@ -104,7 +116,7 @@ class Keeper:
         if lines is None:
             return None
         for _ in range(MOST_RUNGS):
-            seen = Seen(self.usage, self.memory.mlx_cache, self.means.entries(), len(rows))
+            seen = Seen(self.usage, self.memory.mlx_cache, self._entries, len(rows))
             held = self._state.holding
             self._state, rung = decide(self._state, seen, lines, self._rungs)
             if held and not self._state.holding:
@@ -124,7 +136,7 @@ class Keeper:
             case Rung.CLEAR:
                 self.means.clear()
             case Rung.DROP:
-                self.means.drop()
+                max(self.holders, key=lambda holder: holder.nbytes if len(holder) else -1).drop_oldest()
                 self.means.clear()
             case _:
                 return
@@ -185,7 +197,7 @@ class Keeper:
             self._count(Rung.CLEAR)
             self._take(Rung.CLEAR)
         # Prefixes go only if that makes room: a prompt that can never fit must not cost others theirs.
-        while hard < self._current + need <= hard + self._droppable and self.means.entries():
+        while hard < self._current + need <= hard + self._droppable and self._entries:
             self._count(Rung.DROP)
             self._take(Rung.DROP)
         return judge(self._current, need, hard, freed=freed, alone=alone)
@@ -195,8 +207,12 @@ class Keeper:
         return max(self.memory.mlx_active, self.memory.footprint)
 
     @property
+    def _entries(self) -> int:
+        return sum(map(len, self.holders))
+
+    @property
     def _droppable(self) -> int:
-        return self.means.kept() if Rung.DROP in self._rungs else 0
+        return sum(holder.nbytes for holder in self.holders) if Rung.DROP in self._rungs else 0
 
     # Words and figures.
 

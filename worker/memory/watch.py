@@ -31,15 +31,4 @@ def make_keeper(
     if dims is None and caps.memory:
         _log.warning("the dimensions of this model are not known: prompts are admitted without an estimate")
     device = caps.device or this_device()
-    return Keeper(
-        caps.memory,
-        load,
-        Means(
-            sample=measure,
-            clear=device.clear,
-            entries=lambda: len(store) if store is not None else 0,
-            kept=lambda: store.nbytes if store is not None else 0,
-            drop=lambda: store.drop_oldest() if store is not None else None,
-        ),
-        dims,
-    )
+    return Keeper(caps.memory, load, Means(measure, device.clear), dims, [] if store is None else [store])

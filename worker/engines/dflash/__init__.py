@@ -1,0 +1,1 @@
+"""Speculative decoding with DFlash beside the text engine; see docs/speculation.md."""
