@@ -112,7 +112,7 @@ def failure(messages: list[Message]) -> str:
 
 
 def test_a_prompt_that_does_not_fit_computes_nothing_and_the_next_request_works() -> None:
-    engine = open_with_room(64)
+    engine = open_with_room(48)
     assert engine.info.limits.hard_bytes < engine.info.limits.memory_bytes
     assert engine.info.kv_token_bytes == 4 * 2 * 2 * 32 * 4
     assert engine.info.weight_bytes > 2**20
@@ -131,7 +131,7 @@ def test_a_prompt_that_does_not_fit_computes_nothing_and_the_next_request_works(
 
 def test_a_refusal_ends_with_its_reason(ballast: Ballast) -> None:
     engine = open_with_room(384)
-    ballast.add(320)
+    ballast.add(340)
     chunk = engine.prefill_chunk
     assert engine.keeper.admit(len(LONG), [], chunk)[0] == "refuse"
     ballast.drop()
@@ -298,3 +298,26 @@ def test_mlx_is_asked_on_the_executor_thread_only(short_tmp: Path) -> None:
         assert worker.stats().memory.mlx_active > 0
         asked = re.findall("is asked on (.*)", worker.log())
         assert set(asked) == {"executor"}
+
+
+def test_a_worker_with_a_limit_says_what_is_in_force_and_what_it_did(short_tmp: Path) -> None:
+    model = model_directory("qwen3")
+    first, second = short_tmp / "1", short_tmp / "2"
+    for directory in (first, second):
+        directory.mkdir()
+    with WorkerHarness(first) as worker:
+        needed = worker.load(model).info.memory_after.footprint
+    limit = int((needed + 64 * MIB) / 0.95)
+    with WorkerHarness(second) as worker:
+        info = worker.load(model, memory_limit=limit).info
+        assert info.limits.memory_bytes == limit
+        assert info.limits.soft_bytes < info.limits.hard_bytes < limit
+        assert info.limits.unsupported == ["wired"]
+        refused = worker.run(tokens=LONG, max_tokens=2).failed
+        assert refused is not None
+        assert (refused.code, refused.retryable) == ("out_of_memory", True)
+        assert "memory_limit" in refused.message
+        assert worker.run(tokens=SHORT, max_tokens=2).done is not None
+        stats = worker.until_stats(lambda stats: stats.ladder.refusals == 1)
+        assert stats.memory.footprint > stats.memory.mlx_active > info.weight_bytes // 2
+        assert (stats.ladder.fails, stats.ladder.level) == (0, "calm")
