@@ -26,6 +26,7 @@ from mlx_bulkhead.worker.service import Service
 
 from tests.support.worker_harness import WorkerHarness
 
+from .test_adapters import adapters
 from .test_engine import PROMPTS, Driver, expected, model_directory, open_tiny
 from .test_memory import Platform
 
@@ -244,7 +245,8 @@ def test_a_model_over_its_own_limit_is_not_loaded() -> None:
     assert found.value.code == "out_of_memory"
 
 
-def test_our_wired_limit_is_in_force_at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("adapted", [False, True])
+def test_our_wired_limit_is_in_force_at_every_step(monkeypatch: pytest.MonkeyPatch, adapted: bool) -> None:
     """Metal is not here: the seam is, and the library's calls to MLX go to the same place."""
     metal = Platform()
     monkeypatch.setattr(caps_module, "this_device", lambda: metal)
@@ -252,7 +254,7 @@ def test_our_wired_limit_is_in_force_at_every_step(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(library, "maybe_set_recommended_wired_limit", lambda: metal.set_wired(metal.size))
     monkeypatch.setattr(mx, "set_wired_limit", metal.set_wired)
     limit = 50 * 2**30
-    engine = open_tiny(memory_limit=limit, max_running=4)
+    engine = open_tiny(memory_limit=limit, max_running=4, adapters=adapters() if adapted else {})
     assert engine.info.limits.wired_bytes == metal.now["wired"] == limit
     assert metal.settled, "the limit is not changed while the device computes"
     seen: set[int] = set()
@@ -270,6 +272,9 @@ def test_our_wired_limit_is_in_force_at_every_step(monkeypatch: pytest.MonkeyPat
     driver.until(driver.generated("a", 3))
     for name in "bc":
         driver.add(name, PROMPTS[1], 10)
+    if adapted:
+        driver.add("d", PROMPTS[1], 10, adapter="A")  # makes another generator, while a row is being computed
+        assert metal.now["wired"] == limit
     driver.run()
     assert seen == {limit}
     engine.close()
