@@ -12,14 +12,22 @@ from typing import TypeVar, Unpack
 from ..protocol.codec import new_request_id
 from ..protocol.commands import Attach, Command, Generate, Models, Restart, Shutdown, Stats, Unload
 from ..protocol.errors import Disconnected
-from ..protocol.events import Event, Exiting, Loaded, ModelsReply, StatsReply, Unloaded
-from ..protocol.values import ModelStatus, WorkerInfo
-from .client_answers import OnProgress, read_answer, remedy, request_id_bytes
+from ..protocol.events import AdaptersReply, Event, Exiting, Loaded, ModelsReply, StatsReply, Unloaded
+from ..protocol.values import AdapterInfo, ModelStatus, WorkerInfo
+from .client_answers import OnProgress, added, read_answer, remedy, request_id_bytes
 from .client_core import ClientCore
 from .client_io import ThreadDriver
 from .client_live import ClientSettings, Live
 from .client_streams import Inbox, Stream
-from .options import GenerateOptions, LoadOptions, encode_command, make_generate, make_load
+from .options import (
+    GenerateOptions,
+    LoadOptions,
+    encode_command,
+    make_add_adapter,
+    make_drop_adapter,
+    make_generate,
+    make_load,
+)
 from .run_dir import DAEMON_SOCKET, default_run_dir, socket_path
 from .views import Result
 
@@ -64,6 +72,15 @@ class Client:
     def restart(self, name: str, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Replace a model's worker by a fresh one and wait until it is ready."""
         return self._call(Restart(model=name), Loaded, None, on_progress).info
+
+    def add_adapter(self, model: str, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        """Add a LoRA or DoRA adapter to a loaded model, beside its running requests. It stays until an unload."""
+        reply = self._call(make_add_adapter(model, name, path), AdaptersReply, None)
+        return added(reply.adapters, name)
+
+    def drop_adapter(self, model: str, name: str) -> None:
+        """Drop an adapter that no live request names."""
+        self._call(make_drop_adapter(model, name), AdaptersReply, None)
 
     def generate(self, model: str, **options: Unpack[GenerateOptions]) -> Stream:
         """Start a generation. Returns at once; errors of the daemon come from the stream."""

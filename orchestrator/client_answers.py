@@ -9,6 +9,7 @@ from typing import Final, TypeVar
 from ..protocol import codec
 from ..protocol.errors import BadRequest, BulkheadError, ProtocolMismatch, error_for
 from ..protocol.events import Accepted, Done, Event, Failed, LoadFailed, LoadProgress, Progress, Snapshot
+from ..protocol.values import AdapterInfo
 from .client_live import Item, Rewind
 from .views import Assembler, Snap
 
@@ -72,6 +73,14 @@ def read_answer(item: Item, wanted: type[E], on_progress: OnProgress | None = No
             on_progress(message)
         return None
     raise ProtocolMismatch(f"{type(message).__name__} came where {wanted.__name__} was expected")
+
+
+def added(adapters: list[AdapterInfo], name: str) -> AdapterInfo:
+    """The one that was added, among all of a model."""
+    for adapter in adapters:
+        if adapter.name == name:
+            return adapter
+    raise ProtocolMismatch(f"the daemon added adapter {name!r}, and does not list it")
 
 
 def request_id_bytes(request_id: str | bytes) -> bytes:

@@ -7,9 +7,32 @@ from enum import Enum
 from typing import Final, Protocol
 
 from ..protocol import codec
-from ..protocol.commands import Attach, Command, Generate, Load, Models, Restart, Shutdown, Stats, Unload
+from ..protocol.commands import (
+    AddAdapter,
+    Attach,
+    Command,
+    DropAdapter,
+    Generate,
+    Load,
+    Models,
+    Restart,
+    Shutdown,
+    Stats,
+    Unload,
+)
 from ..protocol.errors import BulkheadError
-from ..protocol.events import Done, Event, Exiting, Failed, Loaded, LoadFailed, ModelsReply, StatsReply, Unloaded
+from ..protocol.events import (
+    AdaptersReply,
+    Done,
+    Event,
+    Exiting,
+    Failed,
+    Loaded,
+    LoadFailed,
+    ModelsReply,
+    StatsReply,
+    Unloaded,
+)
 
 
 def _kinds(*classes: type[Event]) -> frozenset[int]:
@@ -25,6 +48,8 @@ TERMINAL: Final[dict[type[Command], frozenset[int]]] = {
     Stats: _kinds(StatsReply),
     Models: _kinds(ModelsReply),
     Shutdown: _kinds(Exiting),
+    AddAdapter: _kinds(AdaptersReply),
+    DropAdapter: _kinds(AdaptersReply),
 }
 """Which event ends the answer to a command."""
 

@@ -139,6 +139,10 @@ class Crew:
         """A request has ended; perhaps it was the retiring worker's last."""
         self._handover.request_closed()
 
+    def call_off(self) -> None:
+        """What a successor loads is out of date; it is begun anew."""
+        self._handover.call_off()
+
     def abandon(self) -> None:
         """The worker in charge has crashed or is being stopped: end what a handover has."""
         self._handover.abandon()

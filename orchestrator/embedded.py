@@ -1,6 +1,6 @@
 """`Orchestrator`: the asyncio API in a parent app, and the heart of the daemon.
 
-Holds the run directory, the table of requests and a supervisor a model. Knows no sockets of clients: those are
+Holds the run directory, the table of requests and the fleet of models. Knows no sockets of clients: those are
 `frontdoor.py`'s, which calls the same verbs.
 """
 
@@ -18,25 +18,31 @@ from typing import Unpack
 import msgspec
 
 from ..protocol.codec import new_request_id
-from ..protocol.commands import Generate, Load
-from ..protocol.errors import BadRequest, ErrorCode, ShuttingDown, UnknownModel
+from ..protocol.commands import AddAdapter, DropAdapter, Generate, Load
+from ..protocol.errors import BadRequest, ErrorCode, ShuttingDown
 from ..protocol.events import StatsReply
-from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from ..protocol.values import AdapterInfo, ModelStatus, WorkerInfo
 from .awake import KeepAwake
 from .channel import open_context
-from .client_answers import request_id_bytes
+from .client_answers import added, request_id_bytes
 from .config import Config
 from .crew import Host
+from .fleet import Fleet
 from .frontdoor import FrontDoor
 from .incarnation import Plant
 from .local_stream import LocalStream
-from .options import GenerateOptions, LoadOptions, differing_options, make_generate, make_load
-from .policy.lifecycle import State
+from .options import (
+    GenerateOptions,
+    LoadOptions,
+    make_add_adapter,
+    make_drop_adapter,
+    make_generate,
+    make_load,
+)
 from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
 from .spares import SparePool
 from .spawn import DEFAULT_COMMAND, free_memory, process_figures
-from .supervisor import Supervisor
 from .tap import Tap
 from .views import Result
 from .waiters import OnProgress
@@ -68,8 +74,7 @@ class Orchestrator:
         self._wanted_run_dir = run_dir if run_dir is not None else self.config.run_dir
         self._with_front_door = front_door
         self._command = tuple(worker_command)
-        self._supervisors: dict[str, Supervisor] = {}
-        self._configured: dict[str, Load] = {name: model.load(name) for name, model in self.config.models.items()}
+        self._fleet = Fleet({name: model.load(name) for name, model in self.config.models.items()})
         self._entered = False
         self._closing = False
         self._ending: asyncio.Future[None] | None = None
@@ -100,16 +105,16 @@ class Orchestrator:
         self._context = open_context()
         self._table = RequestTable(
             max_requests=limits.max_requests,
-            on_closed=self._request_closed,
-            on_proven=self._request_proven,
-            on_deadline=self._deadline,
+            on_closed=self._fleet.request_closed,
+            on_proven=self._fleet.request_proven,
+            on_deadline=self._fleet.deadline,
         )
         self._tap = Tap(self._context, self._run_dir.path)  # sockets first: they can fail, and nothing runs yet
         if self._with_front_door:
             self._front_door = FrontDoor(self, self._context, self._run_dir.daemon_socket, limits)
         plant = Plant(self._context, self._run_dir, self._command, self._tap.show)
         self._spares = SparePool(plant, limits.spare_workers)
-        self._host = Host(
+        host = Host(
             plant=plant,
             spares=self._spares,
             table=self._table,
@@ -118,12 +123,13 @@ class Orchestrator:
             aborts={},
             free_memory=free_memory,
         )
+        self._fleet.open(host)
         self._started_at = time.monotonic()
         self._awake = KeepAwake(self.config.keep_awake)
         self._tick()
         for name, model in self.config.models.items():
             if model.preload:
-                self._supervisor_for(name).preload()
+                self._fleet.of(name).preload()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -142,7 +148,7 @@ class Orchestrator:
     async def _end(self) -> None:
         for request in self._table.live():
             self._table.fail(request, ErrorCode.SHUTTING_DOWN, "the orchestrator is ending")
-        workers = list(self._supervisors.values())
+        workers = self._fleet.all()
         ending = [asyncio.ensure_future(worker.unload()) for worker in workers]
         if ending:
             _, late = await asyncio.wait(ending, timeout=self.config.limits.shutdown_grace_s)
@@ -183,11 +189,7 @@ class Orchestrator:
     @property
     def gave_up(self) -> list[str]:
         """Names of the models in state FAILED that are configured, or were READY once: not of a mistyped load."""
-        return [
-            name
-            for name, s in self._supervisors.items()
-            if s.state is State.FAILED and (s.was_ready or name in self._configured)
-        ]
+        return self._fleet.gave_up()
 
     # ---- verbs ------------------------------------------------------------------------------------------
 
@@ -205,38 +207,30 @@ class Orchestrator:
     async def load_command(self, load: Load, on_progress: OnProgress | None = None) -> WorkerInfo:
         """`load`, from a checked command."""
         self._refuse_if_closing()
-        known = self._supervisors.get(load.name)
-        if known is not None and known.leaving and known.state is not State.STOPPED:
-            await known.wait_gone()  # then load afresh
-            known = self._supervisors.get(load.name)
-        if known is not None and known.load != load:
-            if known.state not in (State.STOPPED, State.FAILED):
-                raise BadRequest(
-                    f"model {load.name!r} is {known.state.value} with other options "
-                    f"({differing_options(known.load, load)}); unload it first"
-                )
-            known.load = load
-        supervisor = known or self._add_supervisor(load)
-        return await supervisor.wait_loaded(on_progress=on_progress)
+        return await self._fleet.load(load, on_progress)
 
     async def unload(self, name: str, *, drain: bool = False) -> bool:
         """Unload a model, and return once its process is gone. False if it was not loaded."""
-        supervisor = self._supervisors.get(name)
-        if supervisor is None:
-            if name not in self._configured:
-                raise self._unknown(name)
-            return False
-        was = supervisor.state is not State.STOPPED
-        await supervisor.unload(drain=drain)
-        if name not in self._configured and supervisor.leaving and self._supervisors.get(name) is supervisor:
-            supervisor.close()
-            del self._supervisors[name]
-        return was
+        return await self._fleet.unload(name, drain=drain)
 
     async def restart(self, name: str, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Replace a model's worker by a fresh one, also out of state FAILED. Running requests are resumed."""
         self._refuse_if_closing()
-        return await self._supervisor_for(name).restart(on_progress)
+        return await self._fleet.of(name).restart(on_progress)
+
+    async def add_adapter(self, model: str, name: str, path: str | os.PathLike[str]) -> AdapterInfo:
+        """Add a LoRA or DoRA adapter to a loaded model, beside its running requests. It stays until an unload."""
+        change = make_add_adapter(model, name, path)
+        return added(await self.change_adapters(change), name)
+
+    async def drop_adapter(self, model: str, name: str) -> None:
+        """Drop an adapter that no live request names."""
+        await self.change_adapters(make_drop_adapter(model, name))
+
+    async def change_adapters(self, change: AddAdapter | DropAdapter) -> list[AdapterInfo]:
+        """`add_adapter` or `drop_adapter`, from a checked command; gives all adapters of the model then."""
+        self._refuse_if_closing()
+        return await self._fleet.change_adapters(change)
 
     def generate(self, model: str, **options: Unpack[GenerateOptions]) -> LocalStream:
         """Start a request. Bad options raise here; all that comes later is raised by the stream."""
@@ -265,9 +259,7 @@ class Orchestrator:
         """Accept a checked request and set it on its way. Raises typed errors."""
         self._refuse_if_closing()
         message = self._with_defaults(message)
-        supervisor = self._supervisor_for(message.model)
-        if supervisor.leaving and message.model not in self._configured:
-            raise self._unknown(message.model)
+        supervisor = self._fleet.serving(message.model)
         supervisor.check_room()
         request = self._table.open(request_id, message)
         supervisor.admit(request)
@@ -286,7 +278,7 @@ class Orchestrator:
 
     def cancel(self, request: LiveRequest) -> None:
         """Cancel a request in any phase. Idempotent."""
-        self._cancel(request, "cancelled")
+        self._fleet.cancel(request, "cancelled")
 
     def cancel_id(self, request_id: bytes) -> None:
         """Cancel by id; an unknown id is a no-op."""
@@ -295,13 +287,7 @@ class Orchestrator:
             self.cancel(request)
 
     def model_statuses(self) -> list[ModelStatus]:
-        loaded = [s.status() for s in self._supervisors.values()]
-        idle = [
-            ModelStatus(name=name, state=State.STOPPED.value, model=load.model)
-            for name, load in self._configured.items()
-            if name not in self._supervisors
-        ]
-        return loaded + idle
+        return self._fleet.statuses()
 
     def stats_reply(self, name: str | None) -> StatsReply:
         self._refuse_if_not_started()
@@ -309,7 +295,7 @@ class Orchestrator:
         if name is not None:
             statuses = [s for s in statuses if s.name == name]
             if not statuses:
-                raise self._unknown(name)
+                raise self._fleet.unknown(name)
         daemon = process_figures(self._started_at)
         daemon.update(
             spares=float(self._spares.waiting),
@@ -317,34 +303,13 @@ class Orchestrator:
             requests_live=float(len(self._table)),
             requests_total=float(self._table.total),
             requests_resumed=float(self._table.resumed),
-            frames_refused=float(
-                self._table.frames_refused + sum(w.frames_refused for w in self._supervisors.values())
-            ),
+            frames_refused=float(self._table.frames_refused + self._fleet.frames_refused),
         )
         if self._front_door is not None:
             daemon.update(self._front_door.figures())
         return StatsReply(models=statuses, daemon=daemon)
 
     # ---- inside -----------------------------------------------------------------------------------------
-
-    def _supervisor_for(self, name: str) -> Supervisor:
-        known = self._supervisors.get(name)
-        if known is not None:
-            return known
-        load = self._configured.get(name)
-        if load is None:
-            raise self._unknown(name)
-        return self._add_supervisor(load)
-
-    def _add_supervisor(self, load: Load) -> Supervisor:
-        supervisor = Supervisor(self._host, load)
-        self._supervisors[load.name] = supervisor
-        return supervisor
-
-    def _unknown(self, name: str) -> UnknownModel:
-        known = sorted({*(n for n, s in self._supervisors.items() if not s.leaving), *self._configured})
-        have = f"known are {', '.join(known[:10])}" if known else "no model is loaded or configured"
-        return UnknownModel(f"no model {name[:80]!r}; {have}")
 
     def _refuse_if_closing(self) -> None:
         self._refuse_if_not_started()
@@ -361,39 +326,13 @@ class Orchestrator:
         missing = {k: v for k, v in defaults.items() if v is not None and getattr(message, k) is None}
         return msgspec.structs.replace(message, **missing) if missing else message
 
-    def _cancel(self, request: LiveRequest, reason: CancelReason) -> None:
-        if request.closed:
-            return
-        supervisor = self._supervisors.get(request.model)
-        if supervisor is not None:
-            supervisor.cancel(request, reason)
-        else:
-            self._table.end_here(request, reason)
-
-    def _request_closed(self, request: LiveRequest) -> None:
-        if (supervisor := self._supervisors.get(request.model)) is not None:
-            supervisor.request_closed(request)
-
-    def _request_proven(self, request: LiveRequest) -> None:
-        if (supervisor := self._supervisors.get(request.model)) is not None:
-            supervisor.request_proven()
-
-    def _deadline(self, request: LiveRequest) -> None:
-        self._cancel(request, "deadline")
-
     def _tick(self) -> None:
         """The keep-alive clock of all live requests, and the look at the run directory that all hangs on."""
         silence = self.config.limits.keepalive_s
-        self._table.keep_alive(silence, self._phase_of)
-        self._awake.note(busy=len(self._table) > 0 or any(s.loading for s in self._supervisors.values()))
+        self._table.keep_alive(silence, self._fleet.phase_of)
+        self._awake.note(busy=len(self._table) > 0 or self._fleet.loading)
         if not self._lost_run_dir and not self._run_dir.path.is_dir():
             self._lost_run_dir = True
             log.error("the run directory %s is gone; nobody can reach this orchestrator any more", self._run_dir.path)
             self._shutdown_asked.set()
         self._keep_alive = asyncio.get_running_loop().call_later(silence / 2, self._tick)
-
-    def _phase_of(self, request: LiveRequest) -> Phase | None:
-        supervisor = self._supervisors.get(request.model)
-        if request.sent:
-            return "decode" if request.log.has_text else None if request.log.has_progress else "queued"
-        return supervisor.phase_of_waiting() if supervisor is not None else None

@@ -17,9 +17,32 @@ import zmq
 
 from ..protocol import checks, codec
 from ..protocol.codec import Message
-from ..protocol.commands import Attach, Cancel, Command, Generate, Load, Models, Restart, Shutdown, Stats, Unload
+from ..protocol.commands import (
+    AddAdapter,
+    Attach,
+    Cancel,
+    Command,
+    DropAdapter,
+    Generate,
+    Load,
+    Models,
+    Restart,
+    Shutdown,
+    Stats,
+    Unload,
+)
 from ..protocol.errors import RETRYABLE, BulkheadError, ErrorCode, TooLarge, error_for
-from ..protocol.events import Exiting, Failed, Loaded, LoadFailed, LoadProgress, ModelsReply, Progress, Unloaded
+from ..protocol.events import (
+    AdaptersReply,
+    Exiting,
+    Failed,
+    Loaded,
+    LoadFailed,
+    LoadProgress,
+    ModelsReply,
+    Progress,
+    Unloaded,
+)
 from .channel import Context, Pump, bind, open_socket
 from .requests import LiveRequest
 from .streams import Body
@@ -158,6 +181,8 @@ class FrontDoor:
                 self._run(self._unload(client, request_id, message.model))
             case Restart():
                 self._run(self._restart(client, request_id, message.model))
+            case AddAdapter() | DropAdapter():
+                self._run(self._change_adapters(client, request_id, message))
             case Models():
                 self._send(client, ModelsReply(models=self._host.model_statuses()), request_id)
             case Stats():
@@ -224,6 +249,13 @@ class FrontDoor:
             self._send(client, Unloaded(name, was_loaded), request_id)
         except BulkheadError as error:
             self._refuse(client, codec.kind_of(Unload), request_id, error)
+
+    async def _change_adapters(self, client: _Client, request_id: bytes, change: AddAdapter | DropAdapter) -> None:
+        try:
+            adapters = await self._host.change_adapters(change)
+            self._send(client, AdaptersReply(change.model, adapters), request_id)
+        except BulkheadError as error:
+            self._refuse(client, codec.kind_of(type(change)), request_id, error)
 
     # ---- frames out -------------------------------------------------------------------------------------
 

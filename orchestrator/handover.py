@@ -97,6 +97,12 @@ class Handover:
             return self._retiring.incarnation
         return None
 
+    def call_off(self) -> None:
+        """End a successor that is still on its way. The next may be begun once it is gone."""
+        if self._successor is not None:
+            gone, self._successor = self._successor, None
+            gone.incarnation.process.kill()
+
     def abandon(self) -> None:
         """The model is being stopped or has crashed: no successor is wanted, and the old worker must go."""
         self._successor = None

@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol
 
 from ..protocol import codec
 from ..protocol.codec import PROTOCOL_VERSION, Message
-from ..protocol.events import Exiting, Heartbeat, Hello
+from ..protocol.events import AdaptersReply, Exiting, Heartbeat, Hello
 from ..protocol.values import WorkerStats
 from .channel import Context, WorkerChannel
 from .log_ring import LogRing
@@ -29,7 +29,8 @@ LAST_LINES = 2
 LAST_LINE_CHARS = 160
 """Of a dead worker's log, in the error that its callers get. Prompts and answers are not logged."""
 
-_STREAM_KINDS = frozenset({DONE, FAILED, PROGRESS, SNAPSHOT})
+_STREAM_KINDS = frozenset({DONE, FAILED, PROGRESS, SNAPSHOT, codec.kind_of(AdaptersReply)})
+"""What answers one request or command."""
 
 
 class Plant(NamedTuple):
@@ -50,7 +51,7 @@ class Owner(Protocol):
         ...
 
     def stream(self, kind: int, request_id: bytes, body: bytes) -> None:
-        """A frame of a request's stream, undecoded."""
+        """A frame of a request's stream, or the answer to a command, undecoded."""
         ...
 
     def exited(self, returncode: int) -> None:

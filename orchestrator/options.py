@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final, NoReturn, TypedDict, TypeVar, cast
 
 from ..protocol import checks, codec
-from ..protocol.commands import Command, Generate, Load
+from ..protocol.commands import AddAdapter, Command, DropAdapter, Generate, Load
 from ..protocol.errors import BadRequest, TooLarge, error_for
 from ..protocol.values import ChatMessage, Draft, OnCrash, Part, ResponseFormat, Speculative
 
@@ -128,6 +128,20 @@ def make_load(name: str, model: str | os.PathLike[str], options: LoadOptions) ->
     load = _through_the_wire(Load, {"name": name, "model": local_path(model), **fields})
     _raise_if(checks.check_load(load))
     return load
+
+
+def make_add_adapter(model: str, name: str, path: str | os.PathLike[str]) -> AddAdapter:
+    """The checked command that adds an adapter. Its directory becomes absolute."""
+    command = _through_the_wire(AddAdapter, {"model": model, "name": name, "path": _folder(path)})
+    _raise_if(checks.check(command))
+    return command
+
+
+def make_drop_adapter(model: str, name: str) -> DropAdapter:
+    """The checked command that drops an adapter."""
+    command = _through_the_wire(DropAdapter, {"model": model, "name": name})
+    _raise_if(checks.check(command))
+    return command
 
 
 def encode_command(command: Command) -> bytes:

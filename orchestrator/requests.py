@@ -333,8 +333,8 @@ class RequestTable:
 
 
 def _prompt_hash(message: Generate) -> bytes:
-    """What identifies a prompt, whatever its sampling: model and input."""
-    what = (message.model, message.prompt, message.tokens, message.messages)
+    """What identifies a prompt, whatever its sampling: model, adapter as named, and input."""
+    what = (message.model, message.adapter, message.prompt, message.tokens, message.messages)
     return hashlib.blake2b(msgspec.msgpack.encode(what), digest_size=16).digest()
 
 

@@ -22,6 +22,7 @@ from ..protocol.errors import ErrorCode, error_for
 from ..protocol.events import Exiting, Heartbeat, Hello, Loaded, LoadFailed, LoadProgress
 from ..protocol.exit_codes import describe_exit
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from .adapters import AdapterBook
 from .crew import Crew, Host
 from .dispatch import Dispatcher
 from .log_ring import LogRing
@@ -49,6 +50,7 @@ class Supervisor:
         self._host = host
         self._log = LogRing(log_path(host.plant.run_dir.path, self.name))
         self._requests = Dispatcher(host.table, load.name, self._send)
+        self.adapters = AdapterBook(self, self._requests, self._send)
         self._crew = Crew(host, self.name, self._requests, self._log, self)
         self._loop = asyncio.get_running_loop()
         self._model = Model()
@@ -92,6 +94,8 @@ class Supervisor:
     async def unload(self, *, drain: bool = False) -> None:
         """Unload, and return once the process is reaped."""
         await self._waiters.ended(lambda: self._post(lifecycle.Unwanted(drain=drain)))
+        if self.state is State.STOPPED:
+            self.adapters.forget()
 
     async def wait_gone(self) -> None:
         """Wait for an unload that somebody else asked for."""
@@ -240,7 +244,7 @@ class Supervisor:
             case Effect.SPAWN:
                 self._spawn()
             case Effect.SEND_LOAD:
-                self._send(msgspec.structs.replace(self.load, env={}))
+                self._send(msgspec.structs.replace(self.adapters.load, env={}))
             case Effect.DISPATCH:
                 self._requests.dispatch()
             case Effect.SAVE_REQUESTS:
@@ -276,7 +280,7 @@ class Supervisor:
             self._events.append(lifecycle.NoRoom(message))
             return
         try:
-            worker = self._crew.start(self.load)
+            worker = self._crew.start(self.adapters.load)
         except OSError as error:
             self._events.append(lifecycle.SpawnFailed(str(error)))
             return
@@ -295,6 +299,7 @@ class Supervisor:
     def promoted(self, info: WorkerInfo) -> None:
         """A successor is in charge now; the old worker goes on with what it has."""
         self.info = info
+        self.adapters.ask_again()
         self._post(lifecycle.Replaced())
 
     def saved(self) -> None:
@@ -307,7 +312,13 @@ class Supervisor:
     def stream(self, kind: int, request_id: bytes, body: bytes) -> None:
         """A frame of a request. From a worker that is being stopped it no longer counts: its requests are ended or
         will be resumed."""
-        if self.state is not State.STOPPING:
+        if self.adapters.asked(request_id):
+            before = self.adapters.load
+            if self.adapters.answered(kind, request_id, body):
+                self.info = self.adapters.told_of(self.info)
+            if self.adapters.load != before:
+                self._crew.call_off()
+        elif self.state is not State.STOPPING:
             self._host.table.worker_event(self.name, kind, request_id, body)
 
     def heard(self, message: Message) -> None:
@@ -352,6 +363,7 @@ class Supervisor:
         if returncode == -signal.SIGABRT and not victim:
             self._host.aborts[self.name] = now
         self._post(lifecycle.Exited(returncode, worker.last_words(), random.random(), victim or blamed, killed))
+        self.adapters.lost(self._problem().code, f"the worker ended ({words})")
 
     def _check_health(self) -> None:
         now = time.monotonic()
@@ -370,5 +382,5 @@ class Supervisor:
             words = f"the worker made no step for more than {self.load.stall_budget_s:g} s while it had work"
             self._post(lifecycle.Stalled(words + worker.last_words()))
         else:
-            if self.state is State.READY and self._crew.consider_recycling(self.load, now):
+            if self.state is State.READY and self._crew.consider_recycling(self.adapters.load, now):
                 self._post(lifecycle.RestartAsked())

@@ -14,9 +14,9 @@ from . import limits
 from .checks_choice import check_format, check_logprobs
 from .checks_draft import check_draft
 from .checks_memory import check_memory
-from .checks_names import check_adapter, check_adapters, check_name
+from .checks_names import check_adapter, check_adapters, check_change, check_name
 from .codec import ID_BYTES
-from .commands import Attach, Command, Generate, Load, Restart, Shutdown, Stats, Unload
+from .commands import AddAdapter, Attach, Command, DropAdapter, Generate, Load, Restart, Shutdown, Stats, Unload
 from .errors import ErrorCode
 from .problem import Problem
 from .problem import bad as _bad
@@ -72,6 +72,8 @@ def check(command: Command) -> Problem | None:
             return check_load(command)
         case Unload() | Restart():
             return check_name(command.model)
+        case AddAdapter() | DropAdapter():
+            return check_change(command)
         case Stats():
             return None if command.model is None else check_name(command.model)
         case Attach():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from . import limits
-from .commands import Generate, Load
+from .commands import AddAdapter, DropAdapter, Generate, Load
 from .problem import Problem, bad
 
 BASE = "base"
@@ -29,14 +29,35 @@ def check_adapters(load: Load) -> Problem | None:
             return problem
         if name == BASE:
             return bad(f"adapters must not have {BASE!r}: that names the model without an adapter")
-        if not folder.strip() or len(folder) > limits.MAX_PATH_CHARS or "\0" in folder:
-            return bad(
-                f"adapters[{name!r}] must be a path of 1 to {limits.MAX_PATH_CHARS} characters without NUL, "
-                f"got {len(folder)} characters"
-            )
+        if problem := _check_folder(folder, f"adapters[{name!r}]"):
+            return problem
     if load.adapter not in ("", BASE) and load.adapter not in load.adapters:
         return bad(f"adapter is {load.adapter[:60]!r}, {known(load.adapters)}")
     return None
+
+
+def _check_folder(folder: str, field: str) -> Problem | None:
+    if not folder.strip() or len(folder) > limits.MAX_PATH_CHARS or "\0" in folder:
+        return bad(
+            f"{field} must be a path of 1 to {limits.MAX_PATH_CHARS} characters without NUL, "
+            f"got {len(folder)} characters"
+        )
+    return None
+
+
+def check_change(command: AddAdapter | DropAdapter) -> Problem | None:
+    """Names, and the directory, of an adapter that is to be added or dropped."""
+    if problem := check_name(command.model) or check_name(command.name, "name"):
+        return problem
+    if command.name == BASE:
+        return bad(f"name must not be {BASE!r}: that names the model without an adapter")
+    return _check_folder(command.path, "path") if isinstance(command, AddAdapter) else None
+
+
+def in_use(name: str, users: int) -> Problem:
+    """Why an adapter cannot be dropped now."""
+    requests = "a live request" if users == 1 else f"{users} live requests"
+    return bad(f"adapter {name!r} serves {requests}; drop it when they have ended, or cancel them")
 
 
 def check_adapter(request: Generate) -> Problem | None:

@@ -204,4 +204,23 @@ class Restart(Command, tag=0x09, frozen=True):
     model: str
 
 
-AnyCommand = Load | Generate | Cancel | Stats | Unload | Shutdown | Models | Attach | Restart
+class AddAdapter(Command, tag=0x0A, frozen=True):
+    """Add an adapter to a loaded model, beside its running requests. Forwarded. Answer: `AdaptersReply`."""
+
+    model: str
+    name: str
+    """For requests. The name of an adapter with the same directory and files is no mistake, and changes nothing."""
+    path: str
+    """Its directory."""
+
+
+class DropAdapter(Command, tag=0x0B, frozen=True):
+    """Drop an adapter that no request uses. Forwarded. Answer: `AdaptersReply`."""
+
+    model: str
+    name: str
+
+
+AnyCommand = (
+    Load | Generate | Cancel | Stats | Unload | Shutdown | Models | Attach | Restart | AddAdapter | DropAdapter
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from .values import (
+    AdapterInfo,
     Channel,
     FinishReason,
     ModelStatus,
@@ -106,7 +107,7 @@ class Done(Event, tag=0x48, frozen=True):
     tool_calls: list[ToolCall] = []
     """What the tool_calls channel asks for, parsed."""
     tool_error: str = ""
-    """What of that channel could not be parsed, or names no given tool."""
+    """What of that channel could not be parsed, or names no given tool; or why calls are not looked for."""
     adapter: str = ""
     """The adapter that served it. Empty: the base model, or nothing did."""
     speculation: Speculation | None = None
@@ -163,6 +164,14 @@ class ModelsReply(Event, tag=0x4E, frozen=True):
     models: list[ModelStatus] = []
 
 
+class AdaptersReply(Event, tag=0x4F, frozen=True):
+    """Answer to `AddAdapter` and `DropAdapter`: the change is made."""
+
+    model: str
+    adapters: list[AdapterInfo] = []
+    """All that the model has now. Empty too while no worker holds it."""
+
+
 AnyEvent = (
     Hello
     | LoadProgress
@@ -178,4 +187,5 @@ AnyEvent = (
     | Exiting
     | Unloaded
     | ModelsReply
+    | AdaptersReply
 )

@@ -25,7 +25,7 @@ from ..protocol.codec import (
     encode,
     kind_of,
 )
-from ..protocol.commands import Cancel, Command, Generate, Load, Shutdown, Stats
+from ..protocol.commands import AddAdapter, Cancel, Command, DropAdapter, Generate, Load, Shutdown, Stats
 from ..protocol.errors import RETRYABLE, ErrorCode
 from ..protocol.events import Failed, Heartbeat, Hello, Snapshot, StatsReply
 from ..protocol.limits import MAX_FRAME_BYTES
@@ -177,7 +177,7 @@ class Channel:
             case Generate() if self._mailbox.waiting >= REFUSE_OVER:
                 text = f"{self._mailbox.waiting} commands wait for the model already; the limit is {REFUSE_OVER}"
                 self._reply(request_id, Failed(ErrorCode.QUEUE_FULL, text, retryable=True))
-            case Load() | Generate() | Cancel():
+            case Load() | Generate() | Cancel() | AddAdapter() | DropAdapter():
                 self._mailbox.order(Order(request_id, message, now))
             case Shutdown():
                 self._mailbox.order(Order(request_id, message, now))

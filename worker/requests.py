@@ -186,6 +186,12 @@ class Request:
         return ([], "") if self.text is None else self.text.calls()
 
     @property
+    def adapter(self) -> str | None:
+        """The adapter that it names, or was given; None: it names none."""
+        named = self.row or self.message
+        return None if named is None else named.adapter
+
+    @property
     def completion_tokens(self) -> int:
         """Tokens generated in all, by earlier incarnations too."""
         return self.resumed + self.generated

@@ -8,17 +8,20 @@ from __future__ import annotations
 import logging
 import time
 import traceback
+from pathlib import Path
 from typing import Final, assert_never, cast
 
-from ..protocol.checks import check_generate
+from ..protocol.checks import check, check_generate
+from ..protocol.checks_names import in_use
 from ..protocol.codec import NO_REQUEST
-from ..protocol.commands import Cancel, Generate, Load, Shutdown
-from ..protocol.errors import ErrorCode
-from ..protocol.events import Loaded, LoadFailed
+from ..protocol.commands import AddAdapter, Cancel, DropAdapter, Generate, Load, Shutdown
+from ..protocol.errors import RETRYABLE, ErrorCode
+from ..protocol.events import AdaptersReply, Failed, Loaded, LoadFailed
 from ..protocol.exit_codes import WorkerExit
+from ..protocol.problem import Problem
 from ..protocol.values import FinishReason
 from .emitter import Emitter
-from .engines.base import Engine, PrefillOut, Refused, RowFailed, Served, StepOut, TokenOut
+from .engines.base import Engine, LoadProblem, PrefillOut, Refused, RowFailed, Served, StepOut, TokenOut
 from .faults import is_out_of_memory, say
 from .mailbox import Mailbox, Order
 from .progress import WorkerProgress
@@ -87,6 +90,8 @@ class Service:
                 self._drain_until = time.monotonic() + (max(0.0, grace_s) if drain else 0.0)
             case Load() as load:
                 self._reload(order.request_id, load)
+            case AddAdapter() | DropAdapter() as change:
+                self._mailbox.post(order.request_id, self._change_adapters(change))
             case command:
                 log.warning("%s means nothing to a loaded worker", type(command).__name__)
         self._note_table()
@@ -125,6 +130,38 @@ class Service:
             return
         text = f"this worker holds {self._load.name} ({self._load.model}); one process, one model"
         self._mailbox.post(request_id, LoadFailed(ErrorCode.UNSUPPORTED, text))
+
+    def _change_adapters(self, change: AddAdapter | DropAdapter) -> AdaptersReply | Failed:
+        """Between two steps. Streams stand still meanwhile, so what is held of them leaves first."""
+        if problem := self._hinders(change):
+            return Failed(problem.code, problem.message, problem.code in RETRYABLE)
+        self._flush_running()
+        self._progress.phase, self._progress.busy_since = "loading", time.monotonic()
+        try:
+            if isinstance(change, AddAdapter):
+                self._engine.add_adapter(change.name, Path(change.path))
+            else:
+                self._engine.drop_adapter(change.name)
+        except (LoadProblem, Refused) as problem:
+            return Failed(problem.code, problem.message, problem.code in RETRYABLE)
+        except Exception as error:
+            if is_out_of_memory(error):
+                raise
+            traceback.print_exc()
+            return Failed(ErrorCode.INTERNAL, f"adapter {change.name!r}: {say(error)}")
+        log.info("adapter %r: %s", change.name, "added" if isinstance(change, AddAdapter) else "dropped")
+        return AdaptersReply(self._load.name, self._engine.info.adapters)
+
+    def _hinders(self, change: AddAdapter | DropAdapter) -> Problem | None:
+        """Why the adapters cannot be changed now, whatever the adapter."""
+        if self._shutdown is not None:
+            return Problem(ErrorCode.SHUTTING_DOWN, "the worker is shutting down")
+        if change.model != self._load.name:
+            text = f"this worker holds {self._load.name}, not {change.model!r}"
+            return Problem(ErrorCode.UNKNOWN_MODEL, text)
+        if isinstance(change, DropAdapter) and (users := sum(r.adapter == change.name for r in self._table)):
+            return in_use(change.name, users)
+        return check(change)
 
     # Before a step.
 

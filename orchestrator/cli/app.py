@@ -11,6 +11,7 @@ import typer
 
 from ...protocol.errors import BulkheadError
 from ...protocol.exit_codes import CliExit
+from .adapter import adapter
 from .chat import chat
 from .common import RunDir
 from .demo import demo
@@ -60,6 +61,7 @@ def serve(
 
 for command in (load, unload, restart, ps, stats, run_command, chat, logs, tap, stop, doctor, demo):
     app.command(name=command.__name__)(command)
+app.add_typer(adapter)
 
 
 def run(arguments: list[str]) -> int:

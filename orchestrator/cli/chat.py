@@ -11,7 +11,7 @@ from ...protocol.exit_codes import CliExit
 from .answer import show_answer, summary
 from .common import RunDir, note
 from .errors import report
-from .run import MaxTokens, ModelArgument, Seed, System, Temperature
+from .run import AdapterOption, MaxTokens, ModelArgument, Seed, System, Temperature
 from .target import serving
 
 if TYPE_CHECKING:
@@ -28,12 +28,18 @@ def chat(
     temperature: Temperature = None,
     seed: Seed = None,
     system: System = None,
+    adapter: AdapterOption = None,
     run_dir: RunDir = None,
 ) -> int:
     """Chat with a model. /exit or end of input leaves, /clear starts anew."""
     with suppress(ImportError):
         import readline  # noqa: F401 - line editing for input()
-    options: GenerateOptions = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    options: GenerateOptions = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "seed": seed,
+        "adapter": adapter,
+    }
     start: list[dict[str, str]] = [{"role": "system", "content": system}] if system is not None else []
     turns = list(start)
     with serving(model, run_dir) as (client, name):

@@ -26,6 +26,10 @@ def load(
         str | None, typer.Option(metavar="MODEL", help="Decode speculatively with this draft; auto: a known one.")
     ] = None,
     env: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE", help="For the worker; repeatable.")] = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=PATH", help="LoRA or DoRA adapter; repeatable.")
+    ] = None,
+    default_adapter: Annotated[str, typer.Option(help="The one for requests that name none.")] = "",
     json: Json = False,
     run_dir: RunDir = None,
 ) -> int:
@@ -38,7 +42,9 @@ def load(
         "memory_limit": memory_limit,
         "trust_remote_code": trust_remote_code,
         "deterministic": deterministic,
-        "env": _pairs(env or []),
+        "env": _pairs("--env", "KEY=VALUE", env or []),
+        "adapters": _pairs("--adapter", "NAME=PATH", adapter or []),
+        "adapter": default_adapter,
     }
     if draft is not None:
         options["draft"] = draft
@@ -75,11 +81,11 @@ def load_exit(error: BulkheadError) -> CliExit:
     return code if isinstance(error, (BadRequest, Disconnected, UnknownModel)) else CliExit.LOAD_FAILED
 
 
-def _pairs(given: list[str]) -> dict[str, str]:
+def _pairs(option: str, form: str, given: list[str]) -> dict[str, str]:
     pairs: dict[str, str] = {}
     for text in given:
         key, equals, value = text.partition("=")
         if not equals:
-            raise BadRequest(f"--env wants KEY=VALUE, got {text[:60]!r}")
+            raise BadRequest(f"{option} wants {form}, got {text[:60]!r}")
         pairs[key] = value
     return pairs

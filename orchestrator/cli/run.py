@@ -21,6 +21,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="NAME_OR_PATH", help="A mo
 MaxTokens = Annotated[int | None, typer.Option(help="Tokens of the answer, at most.")]
 Temperature = Annotated[float | None, typer.Option(help="0: always the likeliest token.")]
 Seed = Annotated[int | None, typer.Option(help="For the same answer again.")]
+AdapterOption = Annotated[str | None, typer.Option(help="An adapter of the model; base for none.")]
 System = Annotated[str | None, typer.Option(help="The system message.")]
 
 
@@ -31,6 +32,7 @@ def run(
     temperature: Temperature = None,
     seed: Seed = None,
     system: System = None,
+    adapter: AdapterOption = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     json: Json = False,
     run_dir: RunDir = None,
@@ -46,6 +48,7 @@ def run(
         "max_tokens": max_tokens,
         "temperature": temperature,
         "seed": seed,
+        "adapter": adapter,
     }
     with serving(model, run_dir) as (client, name), client.generate(name, **options) as stream:
         result = show_answer(stream, text=not json)

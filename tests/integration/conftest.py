@@ -80,7 +80,8 @@ out = []
 for job in jobs:
     prompt = job["prompt"]
     if isinstance(prompt, list):
-        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        how = "continue_final_message" if job.get("continued") else "add_generation_prompt"
+        prompt = tokenizer.apply_chat_template(prompt, tokenize=False, **{how: True})
         prompt = tokenizer.encode(prompt, add_special_tokens=False)
     text, tokens = "", []
     for response in stream_generate(model, tokenizer, prompt, max_tokens=job["max_tokens"]):
@@ -92,7 +93,10 @@ print(json.dumps(out))
 
 
 def reference(model: Path, jobs: list[dict[str, object]]) -> list[dict[str, object]]:
-    """What plain mlx-lm gives, greedy, in a process of its own. A job has `prompt` and `max_tokens`."""
+    """What plain mlx-lm gives, greedy, in a process of its own. A job has `prompt` and `max_tokens`.
+
+    With `continued`, the answer goes on from the last message of `prompt`.
+    """
     done = subprocess.run(
         [sys.executable, "-c", _REFERENCE, str(model)],
         input=json.dumps(jobs),

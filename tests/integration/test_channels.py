@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -82,3 +83,27 @@ def test_no_character_is_lost_when_the_worker_dies(own_daemon: Daemon, tiny_mode
     assert (result.reasoning, result.text, result.tool_text) == (REASONING, "I will look. ", CALL)
     assert [call.name for call in result.tool_calls] == ["weather"]
     assert isinstance(result.tool_calls[0], ToolCall)
+
+
+OTHER_FORMS = {
+    "unknown marks": ("<function=weather> <city> Brno </city> </function>", 0),
+    "known marks around an unknown form": ("<tool_call>weather(city=Brno)</tool_call>", 1),
+    "two calls, the second in an unknown form": (f"{CALL}\n<tool_call>weather(Brno)</tool_call>", 1),
+}
+
+
+@pytest.mark.parametrize("name", list(OTHER_FORMS))
+def test_a_call_in_an_unknown_form_is_shown_as_it_was_written(daemon: Daemon, name: str) -> None:
+    """Field report N04."""
+    written, marked = OTHER_FORMS[name]
+    pieces = re.split("(</?tool_call>)", f"I will look. {written}")
+    grammar = "start: " + " ".join(p if p.endswith("tool_call>") else json.dumps(p) for p in pieces if p)
+    with daemon.client() as client:
+        result = client.complete("tiny", **{**ASK, "response_format": {"type": "grammar", "grammar": grammar}})
+    if not marked:
+        assert (result.text, result.tool_text, result.tool_error) == (f"I will look. {written}", "", "")
+    else:
+        assert result.text.strip() == "I will look."
+        assert result.tool_text.replace("\n", "") == written.replace("\n", "")
+        assert f"call {written.count('<tool_call>')} could not be parsed" in result.tool_error
+    assert len(result.tool_calls) == written.count(CALL)

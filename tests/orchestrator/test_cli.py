@@ -338,7 +338,7 @@ def test_help_names_every_command_and_loads_no_sockets(capfd: pytest.CaptureFixt
     out = capfd.readouterr().out
     for command in (
         *("serve", "load", "unload", "restart", "ps", "stats", "run"),
-        *("chat", "logs", "tap", "stop", "doctor", "demo"),
+        *("chat", "logs", "tap", "stop", "doctor", "demo", "adapter"),
     ):
         assert f" {command} " in out
     code = (

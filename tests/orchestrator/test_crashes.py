@@ -77,6 +77,7 @@ async def test_a_request_that_kills_two_workers_fails_and_its_prompt_is_quaranti
             host.generate("m", prompt="POISON", max_tokens=5)
         assert (await bystander.result()).text == expected_text("innocent", 300)
         assert (await host.complete("m", prompt="fine", max_tokens=5)).text == expected_text("fine", 5)
+        host.generate("m", prompt="POISON", max_tokens=5, adapter="a").cancel()  # of another adapter: not refused
 
 
 async def test_a_crash_loop_ends_in_failed_with_the_cause_and_an_explicit_load_leaves_it(short_tmp: Path) -> None:

@@ -43,6 +43,18 @@ async def test_a_request_that_waits_for_a_load_says_so(short_tmp: Path) -> None:
         assert phases.count("loading") > 2  # keep-alives come from a clock
 
 
+async def test_a_step_that_takes_long_still_shows_life(short_tmp: Path) -> None:
+    """Field report G05: the sign of life comes from a clock, not from what the worker gets done."""
+    async with fake_host(short_tmp / "r") as host:
+        await host.load("m", "fake", env=misbehave("hang:5"), stall_budget_s=600.0)
+        phases: list[str] = []
+        async for snap in host.generate("m", prompt="a", max_tokens=50).snapshots(progress=True):
+            phases.append("" if snap.new_text else snap.phase)
+            if phases[-4:] == ["decode"] * 4:
+                break
+        assert "" in phases  # there were tokens before it
+
+
 async def test_preload_starts_without_a_request(short_tmp: Path) -> None:
     config = Config(models={"m": ModelConfig("fake", preload=True)})
     async with fake_host(short_tmp / "r", config=config) as host:

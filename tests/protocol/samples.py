@@ -165,6 +165,8 @@ MINIMAL: tuple[Message, ...] = (
     c.Models(),
     c.Attach(request=REQUEST_ID),
     c.Restart(model="tiny"),
+    c.AddAdapter(model="tiny", name="legal", path="/adapters/legal"),
+    c.DropAdapter(model="tiny", name="legal"),
     e.Hello(protocol=1, incarnation="a1b2", pid=4321),
     e.LoadProgress(phase="weights"),
     e.Loaded(name="tiny", info=v.WorkerInfo()),
@@ -179,6 +181,7 @@ MINIMAL: tuple[Message, ...] = (
     e.Exiting(),
     e.Unloaded(name="tiny"),
     e.ModelsReply(),
+    e.AdaptersReply(model="tiny"),
 )
 
 FULL: tuple[Message, ...] = (
@@ -273,6 +276,8 @@ FULL: tuple[Message, ...] = (
     c.Models(),
     c.Attach(request=REQUEST_ID),
     c.Restart(model="tiny"),
+    c.AddAdapter(model="tiny", name="legal", path="/adapters/legal"),
+    c.DropAdapter(model="tiny", name="legal"),
     e.Hello(protocol=1, incarnation="a1b2", pid=4321, rank=1, size=2),
     e.LoadProgress(phase="weights", done=100, total=2**33),
     e.Loaded(name="tiny", info=_INFO),
@@ -299,6 +304,7 @@ FULL: tuple[Message, ...] = (
     e.Exiting(reason="asked to", exit_code=47),
     e.Unloaded(name="tiny", was_loaded=False),
     e.ModelsReply(models=[_STATUS]),
+    e.AdaptersReply(model="tiny", adapters=_INFO.adapters),
 )
 
 NAMED: dict[str, Message] = {

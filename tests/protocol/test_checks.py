@@ -11,9 +11,11 @@ from mlx_bulkhead.protocol import codec, limits
 from mlx_bulkhead.protocol.checks import check, check_generate, check_load, check_name
 from mlx_bulkhead.protocol.codec import KINDS, Message
 from mlx_bulkhead.protocol.commands import (
+    AddAdapter,
     Attach,
     Cancel,
     Command,
+    DropAdapter,
     Generate,
     Load,
     Models,
@@ -276,6 +278,9 @@ def test_bad_names(name: str) -> None:
         Load(name=name, model="m"),
         Unload(model=name),
         Restart(model=name),
+        AddAdapter(model=name, name="a", path="/a"),
+        AddAdapter(model="tiny", name=name, path="/a"),
+        DropAdapter(model="tiny", name=name),
     ):
         problem = check(command)
         assert problem is not None
@@ -351,6 +356,12 @@ OTHER_COMMANDS: list[tuple[Command, str | None]] = [
     (Stats(model="\n"), "model must be"),
     (Unload(model="tiny"), None),
     (Restart(model="tiny"), None),
+    (AddAdapter(model="tiny", name="a", path="/a"), None),
+    (AddAdapter(model="tiny", name="a", path=" "), "path must be a path of 1 to 4096 characters without NUL, got 1"),
+    (AddAdapter(model="tiny", name="a", path="/a\0"), "path must be a path"),
+    (AddAdapter(model="tiny", name="base", path="/a"), "name must not be 'base': that names the model without"),
+    (DropAdapter(model="tiny", name="a"), None),
+    (DropAdapter(model="tiny", name="base"), "name must not be 'base'"),
     (Attach(request=bytes(16)), None),
     (Attach(request=b"short"), "request must be an id of 16 bytes, got 5"),
     (Shutdown(), None),

@@ -26,6 +26,8 @@ KINDS_OF_VERSION_1 = {
     0x07: "Models",
     0x08: "Attach",
     0x09: "Restart",
+    0x0A: "AddAdapter",
+    0x0B: "DropAdapter",
     0x41: "Hello",
     0x42: "LoadProgress",
     0x43: "Loaded",
@@ -40,6 +42,7 @@ KINDS_OF_VERSION_1 = {
     0x4C: "Exiting",
     0x4D: "Unloaded",
     0x4E: "ModelsReply",
+    0x4F: "AdaptersReply",
 }
 
 REQUIRED_IN_VERSION_1 = {
@@ -48,6 +51,8 @@ REQUIRED_IN_VERSION_1 = {
     "Unload": ("model",),
     "Attach": ("request",),
     "Restart": ("model",),
+    "AddAdapter": ("model", "name", "path"),
+    "DropAdapter": ("model", "name"),
     "Hello": ("protocol", "incarnation", "pid"),
     "LoadProgress": ("phase",),
     "Loaded": ("name", "info"),
@@ -58,6 +63,7 @@ REQUIRED_IN_VERSION_1 = {
     "Failed": ("code", "message"),
     "Heartbeat": ("steps", "stats"),
     "Unloaded": ("name",),
+    "AdaptersReply": ("model",),
 }
 
 

@@ -29,9 +29,11 @@ def draft_directory(architecture: str) -> Path:
 
 
 def open_pair(architecture: str = "qwen3", load: dict[str, Any] | None = None, **draft: Any) -> Speculating:
+    """The engine of the rows without an adapter."""
     draft.setdefault("cache_entries", 0)
     model = draft.pop("model", str(draft_directory(architecture)))
-    engine = open_tiny(architecture, draft=Draft(model, **draft), **(load or {}))
+    whole: Any = open_tiny(architecture, draft=Draft(model, **draft), **(load or {}))
+    engine = whole._base
     assert isinstance(engine, Speculating), engine.info.speculation
     return engine
 

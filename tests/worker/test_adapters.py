@@ -6,13 +6,15 @@ import atexit
 import json
 import shutil
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from mlx_bulkhead.protocol.commands import Generate
 from mlx_bulkhead.protocol.errors import ErrorCode
-from mlx_bulkhead.worker.engines.base import Engine, Refused
+from mlx_bulkhead.worker.engines.base import Engine, Refused, RowFailed
 from mlx_bulkhead.worker.engines.schedule import FIRST_SHARED_CHUNK
 
 from tests.support.tiny_adapters import make_adapter
@@ -103,6 +105,35 @@ def test_rows_that_come_and_go_do_not_disturb_each_other() -> None:
     assert drive.tokens["base"] == expected("qwen3", tuple(LONG), 90)
     assert drive.tokens["B"] == wanted("qwen3", "B", PROMPTS[1], 60)
     assert engine.served(b"base").engine == "text"
+    engine.close()
+
+
+def test_a_row_that_fails_leaves_the_model_as_it_was() -> None:
+    """An adapter is in the model for a step only, whatever that step raises."""
+    engine = open_adapted()
+    drive = Driver(engine)
+
+    def broken(emitted: Any) -> Any:
+        def process(tokens: Any, logits: Any) -> Any:
+            raise RuntimeError("a bad day")
+
+        return process
+
+    for company in (False, True):
+        if company:
+            drive.add("B", PROMPTS[1], 30, adapter="B")
+            drive.until(drive.generated("B", 3))
+        row = engine.prepare(b"bad", Generate(model="tiny", prompt=PROMPTS[0], adapter="A")).row
+        engine.insert(replace(row, constrain=broken))
+        failed: list[RowFailed] = []
+        while not failed:
+            failed = [out for out in engine.step() if isinstance(out, RowFailed)]
+        assert "a bad day" in failed[0].message
+        drive.drop("B")
+        for adapter in ("base", "A"):
+            drive.add(adapter, PROMPTS[0], 12, adapter=adapter)
+            drive.run()
+            assert drive.tokens[adapter] == wanted("qwen3", adapter, PROMPTS[0], 12)
     engine.close()
 
 

@@ -121,7 +121,7 @@ def test_an_unfit_draft_is_told_and_the_model_serves_without(tmp_path: Path, kin
 def test_a_required_draft_that_does_not_fit_fails_the_load(tmp_path: Path) -> None:
     with pytest.raises(LoadProblem, match=r"the draft is required: .*nowhere") as caught:
         open_tiny("qwen3", draft=Draft(str(tmp_path / "nowhere"), required=True))
-    assert caught.value.code == ErrorCode.UNSUPPORTED
+    assert caught.value.code == ErrorCode.LOAD_FAILED
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from .test_engine import CHUNKED, PROMPTS, Driver, expected, shared_engine
+from .test_engine import CHUNKED, PROMPTS, Driver, expected, open_tiny, shared_engine
 
 ARCHITECTURES = ("qwen3", "gemma3_text", "qwen3_5")
 
@@ -114,3 +114,79 @@ def test_guests_of_a_batch(drive: Driver, architecture: str) -> None:
         check(drive, architecture, name, PROMPTS[0], 40)
     check(drive, architecture, "guest", CHUNKED, 12)
     check(drive, architecture, "late", PROMPTS[1], 12)
+
+
+def long(number: int) -> list[int]:
+    return [300 + (7 * place + number) % 450 for place in range(420 + number)]
+
+
+@pytest.mark.parametrize(("many", "hosted"), [(1, False), (8, True), (10, False)])
+def test_a_short_prompt_never_waits_for_long_ones(drive: Driver, architecture: str, many: int, hosted: bool) -> None:
+    """Field report G02: of any number of long prompts."""
+    if hosted:
+        drive.add("host", PROMPTS[0], 60)
+        drive.until(drive.generated("host", 5))
+    for number in range(many):
+        drive.add(f"long {number}", long(number), 2)
+    drive.step()
+    drive.add("short", PROMPTS[1], 6)
+    for _ in range(3):
+        drive.step()
+    assert drive.tokens["short"]
+    assert not any(drive.tokens[f"long {number}"] for number in range(many))
+    drive.run()
+    check(drive, architecture, "short", PROMPTS[1], 6)
+    for number in range(many):
+        check(drive, architecture, f"long {number}", long(number), 2)
+    if hosted:
+        check(drive, architecture, "host", PROMPTS[0], 60)
+
+
+def test_a_guest_gives_way_to_a_shorter_one(drive: Driver, architecture: str) -> None:
+    for number in range(9):
+        drive.add(f"long {number}", long(number), 2)
+    drive.step()
+    drive.add("guest", CHUNKED[:200], 6)
+    drive.until(lambda: in_prefill(drive, "guest"))
+    drive.add("short", PROMPTS[1], 6)
+    drive.step()
+    assert drive.tokens["short"]
+    assert not drive.tokens["guest"]
+    drive.run()
+    assert drive.log.index("guest") < min(drive.log.index(f"long {number}") for number in range(9))
+    check(drive, architecture, "guest", CHUNKED[:200], 6)
+    check(drive, architecture, "short", PROMPTS[1], 6)
+    for number in range(9):
+        check(drive, architecture, f"long {number}", long(number), 2)
+
+
+def test_one_of_the_same_length_waits_for_room(drive: Driver, architecture: str) -> None:
+    for number in range(10):
+        drive.add(f"long {number}", long(0), 2)
+    drive.add("last", long(0), 2)
+    assert drive.drop("long 8")
+    drive.until(lambda: drive.prefill["long 0"] != [] and drive.prefill["long 0"][-1][0] == len(long(0)))
+    assert not drive.prefill["last"]
+    drive.run()
+    check(drive, architecture, "long 9", long(0), 2)
+    check(drive, architecture, "last", long(0), 2)
+
+
+def test_what_a_guest_that_gave_way_has_computed_is_kept() -> None:
+    engine = open_tiny(cache_entries=16)
+    drive = Driver(engine)
+    for number in range(8):
+        drive.add(f"long {number}", long(number), 2)
+    drive.step()
+    drive.add("guest", CHUNKED[:200], 6)
+    drive.until(lambda: in_prefill(drive, "guest"))
+    drive.add("short", PROMPTS[1], 6)
+    drive.step()
+    done = drive.prefill["guest"][-1][0]
+    assert drive.drop("guest")
+    drive.run()
+    drive.add("again", CHUNKED[:200], 6)
+    drive.run()
+    assert drive.cached["again"] == done
+    check(drive, "qwen3", "again", CHUNKED[:200], 6)
+    engine.close()

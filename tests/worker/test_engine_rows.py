@@ -327,7 +327,8 @@ def test_a_model_that_fails_in_a_batch_is_served_row_by_row() -> None:
 
     from mlx_bulkhead.worker.engines.text import TextEngine
 
-    whole: Any = shared_engine()
+    shared: Any = shared_engine()
+    whole = shared._base
     facts = replace(whole._facts, model=OneRowOnly(whole._facts.model))
     engine = TextEngine(whole.info, facts, whole._preparer, whole._caps, whole.keeper)
     driver = Driver(engine)

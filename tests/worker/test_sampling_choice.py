@@ -155,16 +155,54 @@ def test_a_fault_in_the_only_token_is_no_answer(drive: Driver, guest: bool) -> N
 
 
 @pytest.mark.parametrize("company", [False, True])
-def test_a_sampler_that_fails(drive: Driver, company: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlx_bulkhead.worker.text import chooser
+@pytest.mark.parametrize("calls", [0, 5])
+def test_a_sampler_that_fails(drive: Driver, company: bool, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlx_bulkhead.worker.text.sampling import Draw
 
-    monkeypatch.setattr(chooser, "Draw", lambda *_: Broken(0, ValueError("no dice")))
+    like_it = alone(PROMPTS[2], 20, temperature=1.0, seed=1)
+    dice = Draw.dice
+
+    def some_dice(draw: Draw) -> tuple[int, bool]:
+        if draw._seed == 5 and draw.position >= calls:
+            raise ValueError("no dice")
+        return dice(draw)
+
+    monkeypatch.setattr(Draw, "dice", some_dice)
     if company:
         drive.add("good", PROMPTS[1], 20)
-    drive.add("bad", PROMPTS[0], 20, temperature=1.0)
+        drive.add("like it", PROMPTS[2], 20, temperature=1.0, seed=1)
+    drive.add("bad", PROMPTS[0], 20, temperature=1.0, seed=5)
     tokens, [failed] = stepped(drive)
     assert "no dice" in failed.message
-    assert tokens == ({"good": expected("qwen3", PROMPTS[1], 20)} if company else {})
+    assert len(tokens.pop("bad", [])) == calls
+    assert tokens == ({"good": expected("qwen3", PROMPTS[1], 20), "like it": like_it} if company else {})
+
+
+def test_a_penalty_that_fails(drive: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the call of all rows that have some: it is found out whose fault it is."""
+    from mlx_bulkhead.worker.text import penalties
+
+    options = {"frequency_penalty": 1.0, "repetition_penalty": 1.1}
+    wanted = alone(PROMPTS[1], 20, **options)
+    change = penalties._changer
+
+    def changer(*kind: bool) -> Any:
+        def some(logits: Any, newest: Any, numbers: Any, *state: Any) -> Any:
+            if newest.size and 3.0 in numbers[:, 2].tolist():
+                raise ValueError("no numbers")
+            return change(*kind)(logits, newest, numbers, *state)
+
+        return some
+
+    monkeypatch.setattr(penalties, "_changer", changer)
+    drive.add("good", PROMPTS[1], 20, **options)
+    drive.add("free", PROMPTS[2], 20)
+    drive.add("bad", PROMPTS[0], 20, **{**options, "frequency_penalty": 3.0})
+    tokens, [failed] = stepped(drive)
+    assert failed.request_id == b"bad"
+    assert "no numbers" in failed.message
+    del tokens["bad"]
+    assert tokens == {"good": wanted, "free": expected("qwen3", PROMPTS[2], 20)}
 
 
 def test_a_lack_of_memory_is_no_rows_own_fault(drive: Driver) -> None:

@@ -66,6 +66,22 @@ def test_tools_that_no_template_shows_are_refused(chat_template: Any) -> None:
     assert refused.value.code is ErrorCode.UNSUPPORTED
 
 
+def test_calls_whose_marks_are_not_known_are_said_to_be_in_the_text() -> None:
+    engine = open_tiny(chat_template="{{ tools | tojson }}{{ messages[0].content }}: call with @name(...)")
+
+    def said(**more: Any) -> tuple[list[Any], str]:
+        return engine.prepare(b"1", Generate(model="tiny", messages=CHAT[:1], **more)).text.calls()
+
+    calls, problem = said(tools=[TOOL])
+    assert calls == []
+    assert "the marks that this model puts around tool calls are not known" in problem
+    assert said() == said(tools=[TOOL], channels=False) == ([], "")
+    engine.close()
+    engine = open_tiny()
+    assert said(tools=[TOOL]) == ([], "")
+    engine.close()
+
+
 @pytest.mark.parametrize("said", ["Once upon", "Once upon ", "  Once", "a\n\nb\n", "END"])
 def test_a_continued_prompt_is_that_of_transformers(said: str) -> None:
     tokenizer = library()[1]

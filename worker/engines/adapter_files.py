@@ -60,7 +60,7 @@ def pick_adapter(asked: str | None, names: Collection[str], default: str) -> str
         return ""
     if name not in names:
         listed = known(dict.fromkeys(names, ""))
-        raise Refused(ErrorCode.BAD_REQUEST, f"adapter is {name[:60]!r}, {listed}; adapters come with the load")
+        raise Refused(ErrorCode.BAD_REQUEST, f"adapter is {name[:60]!r}, {listed}; add_adapter adds one")
     return name
 
 

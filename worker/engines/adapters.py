@@ -1,5 +1,7 @@
 """Owns the adapters of a model: their layers, built once around the model's own, and which are in the model now.
 
+They come with the load, or are added and dropped between two steps.
+
 `switch` puts modules into the model's tree and takes others out. A graph that was built before keeps the arrays that
 it was built with, so what is being computed does not change. Executor thread only.
 """
@@ -23,6 +25,7 @@ from ...protocol.commands import Load
 from ...protocol.errors import ErrorCode
 from ...protocol.values import AdapterInfo
 from .adapter_files import WEIGHTS, AdapterFiles, pick_adapter, read_adapter
+from .base import Refused
 from .reasons import short
 
 _WRAPPED = ("linear", "embedding")
@@ -41,23 +44,63 @@ class Place(NamedTuple):
 
 
 class Adapters:
-    """All adapters of a load. At first, the base model is in force."""
+    """All adapters of a model. At first, the base model is in force."""
 
-    def __init__(self, model: Any, load: Load, make_cache: Callable[[], list[Any]]) -> None:
-        """Raises `LoadProblem`."""
-        self.infos: list[AdapterInfo] = []
+    def __init__(self, model: Any, load: Load, make_cache: Callable[[], list[Any]], memory: int = 0) -> None:
+        """`memory`: limit in bytes, 0 for none. Raises `LoadProblem`."""
+        self._model = model
+        self._make_cache = make_cache
+        self._memory = memory
         self._default = "" if load.adapter == BASE else load.adapter
+        self._infos: dict[str, AdapterInfo] = {}
         self._places: dict[str, list[Place]] = {"": []}
         self._salts: dict[str, str] = {}
+        self._folders: dict[str, Path] = {}
         self._now = ""
-        files = [read_adapter(name, Path(folder)) for name, folder in load.adapters.items()]
-        for one in files:
-            places, size = _build(model, one)
-            self._places[one.name] = places
-            # Longer than any tenant, so that none can be named like it.
-            self._salts[one.name] = one.identity.ljust(limits.MAX_NAME_CHARS + 1, ".")
-            self._try(one, model, make_cache)
-            self.infos.append(AdapterInfo(one.name, one.kind, one.rank, len(places), size, one.name == self._default))
+        for one in [read_adapter(name, Path(folder)) for name, folder in load.adapters.items()]:
+            self._take(one)
+
+    @property
+    def infos(self) -> list[AdapterInfo]:
+        """What there is, in the order in which it came. A new list each time."""
+        return list(self._infos.values())
+
+    def add(self, name: str, folder: Path) -> None:
+        """One more. The base model is in force then. Raises `LoadProblem`, and then nothing is changed.
+
+        What is there already under this name, from this directory and these files, stays as it is.
+        """
+        files = read_adapter(name, folder)
+        if name in self._salts:
+            if folder == self._folders[name] and _salt(files) == self._salts[name]:
+                return
+            what = "with other files" if folder == self._folders[name] else f"from {self._folders[name]}"
+            raise files.problem(
+                f"the model has one of this name {what}; drop it first, or choose another name", ErrorCode.BAD_REQUEST
+            )
+        if len(self._infos) >= limits.MAX_ADAPTERS:
+            text = f"the model has {len(self._infos)} adapters; the limit is {limits.MAX_ADAPTERS}"
+            raise files.problem(text, ErrorCode.BAD_REQUEST)
+        size, active = (folder / WEIGHTS).stat().st_size, mx.get_active_memory()
+        if 0 < self._memory < active + size:
+            raise files.problem(
+                f"it takes {size / limits.MIB:.1f} MiB, and {active / limits.MIB:.1f} of the "
+                f"{self._memory / limits.MIB:.1f} MiB that the model may take are in use; drop another one, or load "
+                "the model with a higher memory_limit",
+                ErrorCode.OUT_OF_MEMORY,
+            )
+        self.switch("")
+        self._take(files)
+
+    def drop(self, name: str) -> None:
+        """Let one go that no row has. The base model is in force then. Raises `Refused`."""
+        pick_adapter(name, self._salts, "")
+        if name == self._default:
+            text = f"adapter {name!r} serves the requests that name none: it came as the default of the load"
+            raise Refused(ErrorCode.BAD_REQUEST, text)
+        self.switch("")
+        for kept in (self._infos, self._places, self._salts, self._folders):
+            del kept[name]
 
     def pick(self, asked: str | None) -> str:
         """The adapter of a request, empty for the base model. Raises `Refused`."""
@@ -77,16 +120,35 @@ class Adapters:
             place.parent[place.key] = place.layer
         self._now = name
 
-    def _try(self, files: AdapterFiles, model: Any, make_cache: Callable[[], list[Any]]) -> None:
+    def _take(self, files: AdapterFiles) -> None:
+        """Build the layers and try them. With a problem, nothing of it stays."""
+        places, size = _build(self._model, files)
+        self._places[files.name] = places
+        try:
+            self._try(files)
+        except BaseException:
+            del self._places[files.name]
+            raise
+        self._salts[files.name], self._folders[files.name] = _salt(files), files.folder
+        self._infos[files.name] = AdapterInfo(
+            files.name, files.kind, files.rank, len(places), size, files.name == self._default
+        )
+
+    def _try(self, files: AdapterFiles) -> None:
         """One token really goes through."""
         self.switch(files.name)
         try:
             with mx.stream(generation_stream):
-                mx.eval(model(mx.array([[0]]), cache=make_cache()))
+                mx.eval(self._model(mx.array([[0]]), cache=self._make_cache()))
         except (ValueError, TypeError, AttributeError, LookupError, NotImplementedError) as error:
             raise files.problem(f"the model fails on its first token with it: {short(error)}") from error
         finally:
             self.switch("")
+
+
+def _salt(files: AdapterFiles) -> str:
+    """Longer than any tenant, so that none can be named like it."""
+    return files.identity.ljust(limits.MAX_NAME_CHARS + 1, ".")
 
 
 def _build(model: Any, files: AdapterFiles) -> tuple[list[Place], int]:

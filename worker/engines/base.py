@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from ...protocol.commands import Generate
@@ -207,6 +208,14 @@ class Engine(Protocol):
 
     def tend(self) -> bool:
         """A little of what can wait for an idle moment; gives whether there is more."""
+        ...
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        """Add an adapter between two steps; `info` names it then. Raises `LoadProblem`, with nothing changed."""
+        ...
+
+    def drop_adapter(self, name: str) -> None:
+        """Let an adapter go that no row names. Raises `Refused`."""
         ...
 
     def close(self) -> None:

@@ -17,11 +17,12 @@ from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 from ..memory.caps import Caps
 from ..text.sampling import greedy
 from .base import PrefillOut, RowFailed, StepOut
+from .decoding import Decoding
 from .live import Facts, Keep, Live
 from .schedule import chunk_size, smooth
 
 _PREFILL_ROWS = 8
-"""Prompts prefilled side by side; more only pad each other."""
+"""Prompts that are prefilled side by side; more only pad each other."""
 
 
 def can_batch(caches: Sequence[Any]) -> bool:
@@ -51,10 +52,11 @@ class Batch:
             stop_tokens=[[token] for token in sorted(facts.eos)],
             sampler=greedy,
             completion_batch_size=max_running,
-            prefill_batch_size=min(_PREFILL_ROWS, max_running),
+            prefill_batch_size=max_running,  # rows that decode already come this way too; prompts wait for `room`
         )
         caps.reassert(generation_stream)  # the generator has just raised the wired limit
         self._rows: dict[int, Live] = {}
+        Decoding.take_over(self._generator, self._rows)
         self._prefilling: dict[int, int] = {}  # uid → tokens already in the row's cache when it came
         self._fresh: set[int] = set()  # of these, prompts; the others come in the middle of decoding
         self._token_seconds: float | None = None
@@ -67,6 +69,16 @@ class Batch:
     def prefilling(self) -> bool:
         """Whether the next step prefills."""
         return bool(self._fresh)
+
+    @property
+    def room(self) -> int:
+        """How many more prompts may be prefilled here."""
+        return _PREFILL_ROWS - len(self._fresh)
+
+    @property
+    def least_unread(self) -> int:
+        """Of the prompts that are prefilled here, what the shortest still has before it; 0 if there is none."""
+        return min((self._rows[uid].unread for uid in self._fresh), default=0)
 
     def insert(self, lives: Sequence[Live]) -> None:
         """Take rows, in this order."""
@@ -135,7 +147,7 @@ class Batch:
         decoding = len(self._rows) - len(self._prefilling)
         self._generator.prefill_step_size = chunk_size(
             self._token_seconds,
-            prompts=min(len(self._fresh), _PREFILL_ROWS),
+            prompts=len(self._fresh),
             decoding=decoding > 0 or beside,
             decode_seconds=self._decode_seconds,
         )

@@ -1,7 +1,7 @@
-"""The engine of a model with adapters: a text engine for each adapter in use, one of which computes at a step.
+"""The engine of a model: a text engine for each adapter in use, one of which computes at a step.
 
-They share model, prompt cache and tokenizer. Groups that have rows take turns, so none waits for more than a step of
-each of the others.
+Without adapters there is only that of the base model, and all is left to it. They share model, prompt cache and
+tokenizer. Groups that have rows take turns, so none waits for more than a step of each of the others.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from ...protocol.commands import Generate
 from ...protocol.values import CacheStats, SpeculationStats
@@ -42,14 +45,15 @@ class Groups:
         self._base = base
         self.info = self._base.info
         self.keeper = base.keeper
-        self._engines: OrderedDict[str, TextEngine | Speculating] = OrderedDict(
-            {"": base}
-        )  # whose turn is next goes first
+        # Whose turn is next goes first.
+        self._engines: OrderedDict[str, TextEngine | Speculating] = OrderedDict({"": base})
         self._where: OrderedDict[bytes, str] = OrderedDict()
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         adapter = self._adapters.pick(request.adapter)
         prepared = self._preparer.prepare(request_id, request)
+        if not adapter:
+            return prepared
         row = replace(prepared.row, adapter=adapter, salt=self._adapters.salt(adapter, request.tenant))
         return Prepared(row, prepared.text)
 
@@ -71,6 +75,8 @@ class Groups:
         return any(engine.remove(request_id, keep=keep) for engine in self._engines.values())
 
     def step(self) -> list[StepOut]:
+        if len(self._engines) == 1:  # the base model's, which is in force
+            return self._base.step()
         name = self._next()
         if name is None:
             return []
@@ -82,14 +88,15 @@ class Groups:
 
     @property
     def busy(self) -> bool:
-        return self._next() is not None
+        return self._base.busy or self._next() is not None
 
     def next_is_prefill(self) -> bool:
         name = self._next()
         return name is not None and self._engines[name].next_is_prefill()
 
     def served(self, request_id: bytes) -> Served:
-        return self._engines[self._where.get(request_id, "")].served(request_id)
+        engine = self._engines.get(self._where.get(request_id, ""), self._base)
+        return engine.served(request_id)
 
     def cache_stats(self) -> CacheStats:
         return self._base.cache_stats()
@@ -99,6 +106,20 @@ class Groups:
 
     def tend(self) -> bool:
         return self._base.tend()
+
+    def add_adapter(self, name: str, folder: Path) -> None:
+        self._adapters.add(name, folder)
+        self._tell()
+
+    def drop_adapter(self, name: str) -> None:
+        self._adapters.drop(name)
+        if isinstance(engine := self._engines.pop(name, None), TextEngine):
+            engine.release()
+        self._base.beside = False
+        self._tell()
+
+    def _tell(self) -> None:
+        self.info = msgspec.structs.replace(self.info, adapters=self._adapters.infos)
 
     def close(self) -> None:
         self._adapters.switch("")

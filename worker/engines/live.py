@@ -34,7 +34,10 @@ class Live:
     `ids` holds prompt, emitted and generated tokens. The first `cached` of them are in the row's cache.
     """
 
-    __slots__ = ("cache", "cached", "caching", "chooser", "facts", "hit", "ids", "left", "marks", "row", "start")
+    __slots__ = (
+        *("cache", "cached", "caching", "chooser", "facts", "hit"),
+        *("ids", "left", "marks", "row", "sought", "start"),
+    )
 
     def __init__(self, row: Row, facts: Facts) -> None:
         self.row = row
@@ -46,6 +49,8 @@ class Live:
         self.cached = 0
         self.caching = False
         """Whether it takes part in the prompt cache, and there is one."""
+        self.sought = False
+        """Whether the prompt cache was asked for a prefix of it."""
         self.hit = 0
         """Tokens that came from the prompt cache."""
         self.marks: list[tuple[int, bool]] = []
@@ -56,6 +61,11 @@ class Live:
     def prefilling(self) -> bool:
         """Whether no token was generated yet."""
         return len(self.ids) == self.start
+
+    @property
+    def unread(self) -> int:
+        """Tokens of its prompt that are not in its cache yet."""
+        return len(self.ids) - self.cached
 
     def reached(self) -> bool | None:
         """None: its prefill is not at a mark. Else whether what is there goes to disk; the mark is gone then."""
@@ -88,7 +98,7 @@ class Live:
 
     def restart(self) -> None:
         """Forget cache and chooser; a new chooser goes on at the same position."""
-        self.cache, self.cached, self.hit, self.marks = None, 0, 0, []
+        self.cache, self.cached, self.hit, self.marks, self.sought = None, 0, 0, [], False
         self.rechoose()
 
     def rechoose(self) -> None:

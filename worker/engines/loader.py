@@ -90,7 +90,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     generation = read_generation_config(path)
     caches = KVCaches(model, load)
     vocabulary, filled = _warm_up(path, model, caches.make)
-    adapters = Adapters(model, load, caches.make)
+    adapters = Adapters(model, load, caches.make, caps.memory)
     eos = frozenset(int(token) for token in tokenizer.eos_token_ids) | _ids(generation, "eos_token_id")
     versions = _versions()
     store = make_store(load, caps.memory, path, versions, caches.make, filled)
@@ -146,7 +146,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     base = make()
     if opened is not None and opened.pair is not None:
         base = make_engine(opened, base, facts, load, path, tokenizer)
-    return Groups(base, make, preparer, adapters) if adapters.infos else base
+    return Groups(base, make, preparer, adapters)
 
 
 def _import_library(path: Path) -> None:

@@ -45,7 +45,10 @@ class Preparer:
         max_tokens = self._fit(len(prompt), request.max_tokens or limits.DEFAULT_MAX_TOKENS)
         emitted = self._emitted(request.resume_tokens, max_tokens)
         stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-        text = TextStream(self._detokenizers.make(), stops, self._eos, self._split(request_id, request, prompt))
+        channels = self._split(request_id, request, prompt)
+        seeks = bool(request.tools) and request.channels
+        blind = self._markup.blind(continued=request.continue_final) if seeks else ""
+        text = TextStream(self._detokenizers.make(), stops, self._eos, channels, blind)
         if request.resume_tokens:
             text.replay(emitted, request.resume_chars, request.resume_reasoning_chars, request.resume_tool_chars)
         row = Row(

@@ -2,7 +2,8 @@
 
 It owns which rows there are and where each of them is. A newcomer beside rows that decode is a guest first: it is
 prefilled alone, chunk by chunk, and joins them in the batch once it has its first token. Several newcomers at once
-go into the batch as they are. Models whose caches cannot be merged serve their rows one after the other.
+go into the batch as they are, as far as it has room for prompts; of those that wait for room, a short one is a guest.
+Models whose caches cannot be merged serve their rows one after the other.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _BATCH_FAULTS = (ValueError, TypeError, AttributeError, LookupError, NotImplemen
 
 
 class TextEngine:
-    """Implements `base.Engine`."""
+    """Implements `base.Engine` for the rows of one adapter, or of none; `grouped` has the adapters."""
 
     def __init__(
         self,
@@ -119,6 +120,8 @@ class TextEngine:
             self._keep(live, live.cache, live.cached, False, True)
         elif live in self._waiting:
             self._waiting.remove(live)
+            if live.cached > live.hit:  # it was a guest already
+                self._keep(live, live.cache, live.cached, False, True)
         elif self._batch is not None:
             self._batch.remove(live)
         return True
@@ -167,7 +170,8 @@ class TextEngine:
     def tend(self) -> bool:
         return self._store is not None and self._store.tend()
 
-    def close(self) -> None:
+    def release(self) -> None:
+        """Let all rows go. What others share stays."""
         self._rows.clear()
         self._waiting.clear()
         self._solo.drop()
@@ -175,6 +179,10 @@ class TextEngine:
         if self._batch is not None:
             self._batch.close()
             self._batch = None
+            self._caps.reassert()  # the generator has put back what it found
+
+    def close(self) -> None:
+        self.release()
         if self._store is not None:
             self._store.close()
             self._store = None
@@ -202,12 +210,30 @@ class TextEngine:
             if not solo.prefilling and not batch.prefilling:
                 self._guest.start(self._waiting.popleft())
                 return []
-        newcomers = [*self._waiting]
-        self._waiting.clear()
-        if (guest := self._guest.live) is not None:
+        room = batch.room - solo.prefilling
+        if (guest := self._guest.live) is not None and room > 0:
             self._guest.drop()
-            newcomers.insert(0, guest)
-        return self._join(batch, newcomers)
+            self._waiting.appendleft(guest)
+        newcomers = [self._waiting.popleft() for _ in range(min(room, len(self._waiting)))]
+        outs = self._join(batch, newcomers) if newcomers else []
+        if self._waiting:
+            self._overtake(batch)
+        return outs
+
+    def _overtake(self, batch: Batch) -> None:
+        """Let the shortest prompt that waits be the guest, if all that are before it are longer.
+
+        Room in the batch still goes by order of arrival, so no prompt waits for ever.
+        """
+        shortest = min(self._waiting, key=lambda live: live.unread)
+        guest = self._guest.live
+        if shortest.unread >= (batch.least_unread if guest is None else guest.unread):
+            return
+        self._waiting.remove(shortest)
+        if guest is not None:
+            self._guest.drop()
+            self._waiting.appendleft(guest)
+        self._guest.start(shortest)
 
     def _join(self, batch: Batch, newcomers: list[Live]) -> list[StepOut]:
         """Move newcomers, and the solo row if there is one, into the batch, with what is in their caches."""
@@ -245,8 +271,9 @@ class TextEngine:
     def _fetch(self, live: Live) -> None:
         """Look for a prefix of a row that is to start. Without one it starts from nothing."""
         store = self._store
-        if store is None or not live.caching or live.cache is not None:
+        if store is None or not live.caching or live.sought:
             return
+        live.sought = True
         try:
             live.cache, live.cached = store.fetch(live.row.salt, live.ids)
             live.marks = store.marks(live.cached, len(live.ids))
@@ -267,8 +294,9 @@ class TextEngine:
     def _prefill(self, solo: Solo, *, decoding: bool) -> list[StepOut]:
         live = solo.live
         assert live is not None
+        prompts = 2 if self._batch is not None and self._batch.prefilling else 1  # one here, some there
         chunk = chunk_size(
-            self._token_seconds, prompts=1, decoding=decoding, decode_seconds=self._decode_seconds or 0.0
+            self._token_seconds, prompts=prompts, decoding=decoding, decode_seconds=self._decode_seconds or 0.0
         )
         before = live.cached
         began = time.perf_counter()

@@ -36,11 +36,18 @@ class Fault:
 
 
 class Chooser(NamedTuple):
-    """What picks a row's tokens. Stateful: each part is called exactly once a token."""
+    """What picks a row's tokens. Stateful: each part is called exactly once a token.
+
+    `processors` are `penalties` and `constraint`, as far as there are such, for a row that is computed by itself.
+    """
 
     sampler: Sampler
     processors: list[Processor]
     fault: Fault
+    penalties: Penalties | None = None
+    constraint: Processor | None = None
+    draw: Draw | None = None
+    """What `sampler` does, unless that is greedy."""
 
 
 def make_chooser(
@@ -52,15 +59,18 @@ def make_chooser(
     """
     sampling, fault = row.sampling, Fault()
     sampler: Sampler = greedy  # as it is: a batch makes one call for all rows that share it, and it cannot fail
+    draw = None
     if sampling.temperature > 0:
-        sampler = _guarded_sampler(Draw(sampling, len(emitted), _mask(spared, vocabulary)), fault)
-    processors: list[Processor] = []
+        draw = Draw(sampling, len(emitted), _mask(spared, vocabulary))
+        sampler = _guarded_sampler(draw, fault)
+    penalties = None
     if Penalties.needed(sampling, banned):
         longest = len(row.prompt) + row.max_tokens
-        processors.append(Penalties(sampling, banned, row.prompt, emitted, vocabulary, longest))
-    if row.constrain is not None:
-        processors.append(row.constrain(emitted))  # the last one, so that nothing can make up for its mask
-    return Chooser(sampler, [_guarded_processor(processor, fault) for processor in processors], fault)
+        penalties = Penalties(sampling, banned, row.prompt, emitted, vocabulary, longest)
+    constraint = None if row.constrain is None else row.constrain(emitted)
+    # The constraint is the last one, so that nothing can make up for its mask.
+    guarded = [_guarded_processor(one, fault) for one in (penalties, constraint) if one is not None]
+    return Chooser(sampler, guarded, fault, penalties, constraint, draw)
 
 
 def _guarded_sampler(sampler: Sampler, fault: Fault) -> Sampler:

@@ -21,6 +21,16 @@ class Markup:
         self._thinks = thinks(tokenizer)
         self._calls = bool(getattr(tokenizer, "has_tool_calling", False))
 
+    def blind(self, *, continued: bool = False) -> str:
+        """Why tool calls of an answer to a chat cannot be told from its text; empty if they can."""
+        if self._harmony and continued:
+            why = "a continued answer in the harmony format is not split"
+        elif not (self._harmony or self._calls):
+            why = "the marks that this model puts around tool calls are not known"
+        else:
+            return ""
+        return f"{why}; whatever the answer has of tool calls is in its text, as it was written"
+
     def splitter(self, prompt: Sequence[int], tools: bool, *, continued: bool = False) -> Splitter | None:
         """For the answer to a rendered chat; None where all of it is content.
 

@@ -54,15 +54,22 @@ class Masked:
         self._first = True
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        newest = None
         if not self._first:
             mx.async_eval(tokens)
             mx.async_eval(logits)
-            self._take(int(np.asarray(tokens)[-1]))
-        self._first = False
-        if self._ended:  # a step ahead of what will be seen
+            newest = int(np.asarray(tokens)[-1])
+        allowed = self.allow(newest)
+        if allowed is None:
             return logits
-        allowed = mx.array(self._allowed())
-        return mx.where(allowed, logits, mx.array(-math.inf, dtype=logits.dtype))
+        return mx.where(mx.array(allowed), logits, mx.array(-math.inf, dtype=logits.dtype))
+
+    def allow(self, newest: int | None) -> Any:
+        """One bool for each token of the vocabulary, or None: all are allowed. `newest` None: there is none yet."""
+        self._first = False
+        if newest is not None:
+            self._take(newest)
+        return None if self._ended else self._allowed()  # ended: this is a step ahead of what will be seen
 
     def _take(self, token: int) -> None:
         """Note the newest token."""

@@ -30,11 +30,14 @@ class TextStream:
         stops: Sequence[str],
         silent: frozenset[int],
         channels: Channels | None = None,
+        blind: str = "",
     ) -> None:
+        """`blind`: why tool calls are not looked for, although the request has tools."""
         self._detokenizer = detokenizer
         self._scanner = StopScanner(stops) if stops else None
         self._silent = silent  # end-of-sequence tokens have no text
         self._channels = channels
+        self._blind = blind
         self._quiet: str | None = ""  # the text so far, while none of it is in a channel
         self._skip: dict[Channel, int] = {}
         self._waiting: list[Piece] = []
@@ -81,7 +84,7 @@ class TextStream:
     def calls(self) -> tuple[list[ToolCall], str]:
         """The tool calls so far, and what is wrong with them."""
         if self._channels is None or not self._channels.splitter.calls:
-            return [], ""
+            return [], self._blind
         return self._channels.parse(self._channels.splitter.calls)
 
     @property

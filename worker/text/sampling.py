@@ -8,10 +8,12 @@ vocabulary, because the library fails on them in the middle of a step or not at 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ...protocol.errors import ErrorCode
 from ..engines.base import Refused, Sampling
@@ -58,27 +60,50 @@ class Draw:
 
     def __init__(self, sampling: Sampling, position: int, spared: mx.array) -> None:
         self._seed = sampling.seed
-        self._position = position
-        sharpness = min(1.0 / sampling.temperature, _LARGEST_SHARPNESS)
-        # Arrays, because a compiled function is compiled anew for each Python number.
-        self._sharpness = mx.array(sharpness, dtype=mx.float32)
-        self._top_p = mx.array(max(sampling.top_p, _SMALLEST_TOP_P), dtype=mx.float32)
-        self._log_min_p = mx.array(math.log(sampling.min_p) if sampling.min_p else 0.0, dtype=mx.float32)
+        self.position = position
         self._probability = sampling.xtc_probability
-        self._threshold = mx.array(sampling.xtc_threshold, dtype=mx.float32)
-        self._spared = spared
-        filters = sampling.top_p < 1.0, sampling.min_p > 0.0, sampling.top_k
-        self._pick = _picker(*filters, use_xtc=False)
-        self._pick_xtc = _picker(*filters, use_xtc=True)
+        self.spared = spared
+        self.kind = sampling.top_p < 1.0, sampling.min_p > 0.0, sampling.top_k, sampling.xtc_probability > 0.0
+        """Rows of which it is equal can share a call."""
+        self.numbers = (
+            min(1.0 / sampling.temperature, _LARGEST_SHARPNESS),
+            max(sampling.top_p, _SMALLEST_TOP_P),
+            math.log(sampling.min_p) if sampling.min_p else 0.0,
+            sampling.xtc_threshold,
+        )
+        self._alone: DrawGroup | None = None
 
     def __call__(self, logprobs: mx.array) -> mx.array:
-        bits = _mix(self._seed, self._position)
-        self._position += 1
-        given = logprobs, mx.random.key(bits), self._sharpness, self._top_p, self._log_min_p
+        if self._alone is None:
+            self._alone = DrawGroup([self])
+        return self._alone(logprobs)
+
+    def dice(self) -> tuple[int, bool]:
+        """64 bits for the draw at this position, and whether XTC acts there."""
+        bits = _mix(self._seed, self.position)
         # Whether XTC acts comes from bits of its own: those of the draw must not decide on both.
-        if self._probability and _mix(bits, 0) < self._probability * (_MASK_64 + 1):
-            return self._pick_xtc(*given, self._threshold, self._spared)
-        return self._pick(*given)
+        return bits, bool(self._probability) and _mix(bits, 0) < self._probability * (_MASK_64 + 1)
+
+
+class DrawGroup:
+    """The draws of several rows of one kind, as one call. What each gets does not depend on the others."""
+
+    def __init__(self, members: Sequence[Draw]) -> None:
+        self._members = members
+        self._pick = _picker(*members[0].kind)
+        # An array, because a compiled function is compiled anew for each Python number.
+        self._numbers = mx.array([one.numbers for one in members], dtype=mx.float32)
+        self._spared = members[0].spared
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Log probabilities [rows, vocabulary] → token ids [rows]."""
+        dice = [one.dice() for one in self._members]
+        keys: Any = np.array([(bits >> 32, bits & 0xFFFFFFFF) for bits, _ in dice], dtype=np.uint32)
+        acts: Any = np.array([[xtc] for _, xtc in dice], dtype=np.bool_)
+        drawn = self._pick(logprobs, mx.array(keys), self._numbers, mx.array(acts), self._spared)
+        for one in self._members:
+            one.position += 1
+        return drawn
 
 
 def _mix(seed: int, position: int) -> int:
@@ -93,14 +118,9 @@ def _mix(seed: int, position: int) -> int:
 def _picker(use_top_p: bool, use_min_p: bool, top_k: int, use_xtc: bool) -> Callable[..., mx.array]:
     """The compiled draw for a choice of filters, shared by all rows that make it."""
 
-    def pick(
-        logprobs: mx.array,
-        key: mx.array,
-        sharpness: mx.array,
-        top_p: mx.array,
-        log_min_p: mx.array,
-        *xtc: mx.array,
-    ) -> mx.array:
+    def pick(logprobs: mx.array, keys: mx.array, numbers: mx.array, acts: mx.array, spared: mx.array) -> mx.array:
+        """All but `spared` have a row for each row; `acts` says whether XTC does."""
+        sharpness, top_p, log_min_p, threshold = (numbers[:, index : index + 1] for index in range(4))
         scores = logprobs.astype(mx.float32)
         if use_top_p:
             rising = mx.sort(scores, axis=-1)
@@ -113,13 +133,15 @@ def _picker(use_top_p: bool, use_min_p: bool, top_k: int, use_xtc: bool) -> Call
         if use_min_p:
             scores = mx.where(scores < best + log_min_p, -mx.inf, scores)
         if use_xtc:
-            scores = _exclude_top(scores, *xtc)
+            scores = mx.where(acts, _exclude_top(scores, threshold, spared), scores)
             best = mx.max(scores, axis=-1, keepdims=True)
         if top_k:
             # By index, not by threshold: of equal tokens no more than top_k may stay.
             rest = mx.argpartition(scores, kth=-top_k, axis=-1)[..., :-top_k]
             scores = mx.put_along_axis(scores, rest, mx.array(-mx.inf), axis=-1)
-        return mx.random.categorical((scores - best) * sharpness, key=key)
+        # The largest of scores with Gumbel noise is a draw; the noise of a row comes from its own key.
+        noise = mx.vmap(lambda key: mx.random.gumbel(scores.shape[1:], key=key))(keys)
+        return mx.argmax((scores - best) * sharpness + noise, axis=-1)
 
     return mx.compile(pick)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ....protocol.commands import Load
-from ....protocol.errors import ErrorCode
 from ....protocol.values import Draft, SpeculationInfo
 from ...cache.identity import default_folder, model_key
 from ...model_check import resolve_model
@@ -50,7 +49,7 @@ def open_draft(
         return _open(load, settings, facts, config, backend, fetch)
     except Unfit as unfit:
         if settings.required:
-            raise LoadProblem(f"the draft is required: {unfit}", ErrorCode.UNSUPPORTED) from unfit
+            raise LoadProblem(f"the draft is required: {unfit}") from unfit
         _log.warning("no speculation: %s", str(unfit))
         return Opened(SpeculationInfo(active=False, reason=str(unfit), draft=settings.model))
 
