@@ -139,6 +139,9 @@ class Service:
         self._progress.phase, self._progress.busy_since = "loading", time.monotonic()
         try:
             if isinstance(change, AddAdapter):
+                size = sum(file.stat().st_size for file in Path(change.path).glob("*.safetensors"))
+                if why := self._keeper.lacks(f"adapter {change.name!r}", size):
+                    return Failed(ErrorCode.OUT_OF_MEMORY, why, True)
                 self._engine.add_adapter(change.name, Path(change.path))
             else:
                 self._engine.drop_adapter(change.name)

@@ -156,6 +156,16 @@ def test_without_limit_dims_or_guard_everything_starts(keeper: Keeper) -> None:
     assert keeper.recheck([prefilling(A, 10, 10**6)], CHUNK) is None
 
 
+def test_other_things_need_room_too() -> None:
+    world = World(base=900 * MIB, slack=20 * MIB)
+    keeper = world.keeper()
+    assert keeper.lacks("adapter 'legal'", 50 * MIB) == ""
+    why = keeper.lacks("adapter 'legal'", 50 * MIB + 1)
+    assert "adapter 'legal' takes 50.0 MiB on top of 900.0 MiB in use" in why
+    assert "memory_limit" in why
+    assert world.keeper(0).lacks("x", 10 * LIMIT) == world.keeper(memory_off=["guard"]).lacks("x", LIMIT) == ""
+
+
 def test_between_chunks_a_prompt_fails_for_the_others() -> None:
     world = World(base=500 * MIB)
     keeper = world.keeper()

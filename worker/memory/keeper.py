@@ -174,6 +174,16 @@ class Keeper:
             return verdict, self._why_refused(f"a prompt of {tokens} tokens", need, lines)
         return verdict, ""
 
+    def lacks(self, what: str, size: int) -> str:
+        """Why there is no room for something else of so many bytes, such as an adapter; empty if there is."""
+        if self.lines is None or not self._guarded or self._judge(size) == "admit":
+            return ""
+        self._refused += 1
+        return (
+            f"{what} takes {_mib(size)} on top of {_mib(self._current)} in use; {self._line(self.lines)}. Drop "
+            "another one, wait for requests to end, or load the model with a larger memory_limit"
+        )
+
     def recheck(self, rows: Sequence[Held], chunk: int) -> tuple[bytes, str] | None:
         """Between chunks: the prefill that must fail for the rest to go on, and why."""
         lines, dims = self.lines, self.dims
