@@ -18,7 +18,11 @@ from .work import text_prompt
 class Bench:
     """Two sides, ready to take turns."""
 
-    def __init__(self, daemon: Daemon, library: Library, folder: Path, rounds: int, *, quick: bool) -> None:
+    def __init__(
+        self, daemon: Daemon, library: Library, folder: Path, rounds: int, *, quick: bool, draft: Path | None
+    ) -> None:
+        self.draft = draft
+        """A draft for the demo model, if there is one."""
         self.daemon = daemon
         self.library = library
         self.folder = folder
@@ -47,7 +51,7 @@ class Bench:
 
 
 @contextlib.contextmanager
-def open_bench(rounds: int, *, quick: bool) -> Iterator[Bench]:
+def open_bench(rounds: int, *, quick: bool, draft: Path | None = None) -> Iterator[Bench]:
     """Make the model, start both sides, and end them."""
     with tempfile.TemporaryDirectory(prefix="bench-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
@@ -57,6 +61,6 @@ def open_bench(rounds: int, *, quick: bool) -> Iterator[Bench]:
         daemon.client.load(streams.MODEL, model)
         library = Library(model)
         stack.callback(library.close)
-        bench = Bench(daemon, library, folder, rounds, quick=quick)
+        bench = Bench(daemon, library, folder, rounds, quick=quick, draft=draft)
         bench.rehearse()
         yield bench

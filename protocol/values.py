@@ -253,6 +253,8 @@ class SpeculationStats(Value, frozen=True):
     """Reason → requests that it did not serve, or not to their end."""
     switches: int = 0
     """Requests that moved to the text engine in mid-answer."""
+    switch_seconds: float = 0.0
+    """Time that these moves took."""
     cycles: int = 0
     tokens: int = 0
     accepted: int = 0

@@ -16,8 +16,17 @@ from .newcomer import newcomer
 from .probe import probe
 from .recovery import recovery
 from .single import single
+from .speculation import real_pair, speculation, speculation_equal
 from .together import eight, sixteen
 from .wire import wire
+
+NEEDS_DRAFT = "real-pair"
+
+
+def default_figures(draft: object) -> list[str]:
+    """Those that are measured when none is named."""
+    return [name for name in FIGURES if draft is not None or name != NEEDS_DRAFT]
+
 
 FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "single": single,
@@ -34,6 +43,9 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "structured": structured,
     "extras": extras,
     "equal": equal,
+    "speculation": speculation,
+    "speculation-equal": speculation_equal,
+    "real-pair": real_pair,
     "footprint": footprint,
     "wire": wire,
 }

@@ -91,6 +91,7 @@ _STATS = v.WorkerStats(
         requests=5,
         fallbacks={"other requests run": 2},
         switches=1,
+        switch_seconds=0.25,
         cycles=400,
         tokens=1000,
         accepted=600,

@@ -58,6 +58,7 @@ class Speculating:
         self._stories: OrderedDict[bytes, _Story] = OrderedDict()
         self._token_seconds: float | None = None
         self._requests = self._switches = 0
+        self._switch_seconds = 0.0
         self._totals = Cycles()
         self._fallbacks: Counter[str] = Counter()
         text.on_lone_step = gain.plain_step
@@ -138,6 +139,7 @@ class Speculating:
             requests=self._requests,
             fallbacks=dict(self._fallbacks),
             switches=self._switches,
+            switch_seconds=self._switch_seconds,
             cycles=totals.count,
             tokens=totals.tokens,
             accepted=totals.tokens - totals.count,
@@ -235,6 +237,7 @@ class Speculating:
 
     def _part(self, run: Run, why: str, outs: list[StepOut]) -> None:
         """Move DFlash's row to the text engine, with its KV cache."""
+        began = time.perf_counter()
         self._leave(run)
         self._run = None
         live = run.part(outs)
@@ -242,6 +245,7 @@ class Speculating:
             self._switches += 1
             self._story(run.request_id, why)
             self._text.adopt(live)
+            self._switch_seconds += time.perf_counter() - began
 
     def _give_up(self, run: Run, live: Live, why: str) -> None:
         """DFlash cannot be trusted any more: its row goes on from its last token, computed anew."""
