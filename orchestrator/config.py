@@ -104,6 +104,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     adapter: str = ""
     draft: Draft | str | None = None
     """A path, absolute or relative to the file, or a Hugging Face id; or a table that has it as `model`."""
+    memory_soft: float = 0.85
+    memory_hard: float = 0.95
+    memory_off: list[str] = []
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
     pin: bool = False

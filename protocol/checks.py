@@ -13,6 +13,7 @@ from typing import Any
 from . import limits
 from .checks_choice import check_format, check_logprobs
 from .checks_draft import check_draft
+from .checks_memory import check_memory
 from .checks_names import check_adapter, check_adapters, check_change, check_name
 from .codec import ID_BYTES
 from .commands import AddAdapter, Attach, Command, DropAdapter, Generate, Load, Restart, Shutdown, Stats, Unload
@@ -114,7 +115,9 @@ def check_load(load: Load) -> Problem | None:
     for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
         if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
             return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
-    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load) or check_draft(load):
+    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load):
+        return problem
+    if problem := check_draft(load) or check_memory(load):
         return problem
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:

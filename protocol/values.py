@@ -122,7 +122,12 @@ class Limits(Value, frozen=True):
     wired_bytes: int = 0
     cache_bytes: int = 0
     enforced_by: str = ""
-    """Who enforces the memory limit: `metal`, `orchestrator` or empty when there is none."""
+    """Who enforces the memory limit: `metal`, `worker` or empty when there is none."""
+    soft_bytes: int = 0
+    """Where the worker begins to give memory back; 0 without a limit. `hard_bytes`: where it fails requests."""
+    hard_bytes: int = 0
+    unsupported: list[str] = []
+    """Of `memory`, `wired` and `cache` those that this platform does not have."""
 
 
 class KVCacheInfo(Value, frozen=True):
@@ -279,6 +284,25 @@ class WorkerInfo(Value, frozen=True):
     adapters: list[AdapterInfo] = []
     speculation: SpeculationInfo | None = None
     """Set if the load has a draft."""
+    weight_bytes: int = 0
+    """Of the weights in memory, measured."""
+    kv_token_bytes: int = 0
+    """KV cache of one more token; 0: not known."""
+
+
+class LadderStats(Value, frozen=True):
+    """How a worker keeps within its memory limit. All but `level` and `holding` are counters."""
+
+    level: str = "off"
+    """calm, soft or hard: the line that is reached; off: there is no limit."""
+    holding: bool = False
+    """New requests wait until memory is back."""
+    clears: int = 0
+    drops: int = 0
+    waits: int = 0
+    fails: int = 0
+    refusals: int = 0
+    """Prompts that did not fit."""
 
 
 class WorkerStats(Value, frozen=True):
@@ -306,6 +330,7 @@ class WorkerStats(Value, frozen=True):
     cache: CacheStats = CacheStats()
     speculation: SpeculationStats | None = None
     """Set if the load has a draft."""
+    ladder: LadderStats = LadderStats()
 
 
 class ModelStatus(Value, frozen=True):

@@ -45,6 +45,8 @@ def test_everything_is_read(tmp_path: Path) -> None:
         cache_dir = "prompts"
         adapters = { legal = "legal", other = "/adapters/other" }
         adapter = "legal"
+        memory_soft = 0.5
+        memory_off = ["drop"]
         env = { LD_PRELOAD = "libopenblas.so.0" }
         [models."org/hub"]
         model = "org/hub"
@@ -67,6 +69,8 @@ def test_everything_is_read(tmp_path: Path) -> None:
         cache_dir=str(tmp_path / "prompts"),
         adapters={"legal": str(tmp_path / "legal"), "other": "/adapters/other"},
         adapter="legal",
+        memory_soft=0.5,
+        memory_off=["drop"],
         env={"LD_PRELOAD": "libopenblas.so.0"},
     )
     assert config.models["org/hub"].load("org/hub").model == "org/hub"

@@ -18,6 +18,9 @@ _LIMITS = v.Limits(
     wired_bytes=2**32,
     cache_bytes=2**30,
     enforced_by="metal",
+    soft_bytes=2**33,
+    hard_bytes=2**33 + 1,
+    unsupported=["cache"],
 )
 _INFO = v.WorkerInfo(
     engine="text",
@@ -48,6 +51,8 @@ _INFO = v.WorkerInfo(
         bytes=2**25,
         cycle_cost=1.75,
     ),
+    weight_bytes=2**31,
+    kv_token_bytes=2**17,
 )
 _STATS = v.WorkerStats(
     running=1,
@@ -94,6 +99,7 @@ _STATS = v.WorkerStats(
         gain=1.5,
         cache=v.CacheStats(entries=2),
     ),
+    ladder=v.LadderStats(level="soft", holding=True, clears=1, drops=2, waits=3, fails=4, refusals=5),
 )
 _STATUS = v.ModelStatus(
     name="tiny",
@@ -242,6 +248,9 @@ FULL: tuple[Message, ...] = (
             cache_bytes=2**30,
             disk_bytes=2**34,
         ),
+        memory_soft=0.5,
+        memory_hard=0.75,
+        memory_off=["wait"],
     ),
     c.Generate(
         model="tiny",
