@@ -18,6 +18,7 @@ from ..protocol import checks, limits
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest
 from ..protocol.values import Draft
+from .memory_config import MemoryConfig, check_ranges
 from .options import LOAD_OPTIONS, LoadOptions, closest, local_path, make_load
 from .policy.lifecycle_values import Budgets
 from .policy.restart import RestartPolicy
@@ -103,6 +104,9 @@ class ModelConfig(msgspec.Struct, frozen=True):
     adapter: str = ""
     draft: Draft | str | None = None
     """A path, absolute or relative to the file, or a Hugging Face id; or a table that has it as `model`."""
+    memory_soft: float = 0.85
+    memory_hard: float = 0.95
+    memory_off: list[str] = []
     max_images: int = limits.DEFAULT_IMAGES
     max_image_bytes: int = limits.DEFAULT_IMAGE_BYTES
     max_image_pixels: int = limits.DEFAULT_IMAGE_PIXELS
@@ -112,6 +116,10 @@ class ModelConfig(msgspec.Struct, frozen=True):
     image_urls: bool = False
     env: dict[str, str] = {}
     """Environment variables of the worker, such as `LD_PRELOAD`."""
+    pin: bool = False
+    """Once loaded it never makes room for another, nor leaves because it is idle."""
+    ttl_s: float | None = None
+    """Idle seconds after which it is unloaded. None: `memory.ttl_s`."""
 
     def load(self, name: str) -> Load:
         """The command that loads it. Raises `BadRequest`."""
@@ -130,6 +138,7 @@ class Config(msgspec.Struct, frozen=True):
     defaults: DefaultsConfig = DefaultsConfig()
     limits: LimitsConfig = LimitsConfig()
     restart: RestartPolicy = RestartPolicy()
+    memory: MemoryConfig = MemoryConfig()
     models: dict[str, ModelConfig] = {}
 
     @classmethod
@@ -148,6 +157,7 @@ _RESTART_RANGES: Final = {
     "base_delay_s": (0.0, 86_400),
     "max_delay_s": (0.0, 86_400),
     "jitter": (0.0, 1.0),
+    "retry_failed_s": (0.0, 86_400),
     "stable_steps": (1, 1_000_000_000),
 }
 
@@ -227,6 +237,8 @@ def _check_ranges(config: Config) -> None:
         value = getattr(config.restart, key)
         if not low <= value <= high:  # false for NaN too
             raise ConfigError(f"restart.{key} is {value}: it must be {low:g} to {high:g}")
+    if words := check_ranges(config.memory, {name: (one.ttl_s, one.pin) for name, one in config.models.items()}):
+        raise ConfigError(words)
     for name, model in config.models.items():
         try:
             model.load(name)

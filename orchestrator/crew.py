@@ -17,6 +17,7 @@ from .dispatch import Dispatcher
 from .handover import Handover
 from .incarnation import Incarnation, Owner, Plant
 from .log_ring import LogRing
+from .placement import Placement
 from .policy import recycle
 from .policy.lifecycle import Budgets, Problem
 from .policy.restart import RestartPolicy
@@ -38,6 +39,7 @@ class Host(NamedTuple):
     """Model → when its worker last aborted by its own fault (monotonic seconds)."""
     free_memory: Callable[[], int]
     """Bytes that the host can give away now."""
+    placement: Placement
 
 
 class Chief(Owner, Protocol):
@@ -128,8 +130,14 @@ class Crew:
         )
         if reason is None or not self._handover.possible:
             return False
-        if self.lacks_room() is None:
+        if self.lacks_room() is None and not self._host.placement.budgeted:
             self._handover.begin(load, reason)
+            return False
+        return self.drain(reason)
+
+    def drain(self, reason: str) -> bool:
+        """Replace the worker once its requests have ended; new ones wait. True: nothing runs, so restart now."""
+        if self._requests.held:
             return False
         log.info("%s: to be recycled, without room for two: %s", self._name, reason)
         self._requests.held = self._requests.busy()

@@ -10,7 +10,7 @@ from ..protocol.errors import ErrorCode, QueueFull
 from .policy.lifecycle import Problem
 from .requests import LiveRequest, RequestTable
 
-_DEATHS = (ErrorCode.WORKER_CRASHED, ErrorCode.WORKER_STALLED)
+_DEATHS = (ErrorCode.WORKER_CRASHED, ErrorCode.WORKER_STALLED, ErrorCode.OUT_OF_MEMORY)
 
 
 class Dispatcher:

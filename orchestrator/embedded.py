@@ -39,6 +39,7 @@ from .options import (
     make_generate,
     make_load,
 )
+from .placement import Placement
 from .requests import LiveRequest, RequestTable
 from .run_dir import RunDir
 from .spares import SparePool
@@ -74,6 +75,7 @@ class Orchestrator:
         self._wanted_run_dir = run_dir if run_dir is not None else self.config.run_dir
         self._with_front_door = front_door
         self._command = tuple(worker_command)
+        self._placement = Placement(self.config)
         self._fleet = Fleet({name: model.load(name) for name, model in self.config.models.items()})
         self._entered = False
         self._closing = False
@@ -122,6 +124,7 @@ class Orchestrator:
             restart=self.config.restart,
             aborts={},
             free_memory=free_memory,
+            placement=self._placement,
         )
         self._fleet.open(host)
         self._started_at = time.monotonic()
@@ -158,7 +161,7 @@ class Orchestrator:
                 await asyncio.wait(late)
         await self._spares.close()
         await self._awake.close()
-        for worker in workers:
+        for worker in (*workers, self._placement):
             worker.close()
         if self._keep_alive is not None:
             self._keep_alive.cancel()
@@ -183,7 +186,6 @@ class Orchestrator:
 
     @property
     def lost_run_dir(self) -> bool:
-        """Whether somebody deleted the run directory, which asks for a shutdown."""
         return self._lost_run_dir
 
     @property
@@ -282,8 +284,7 @@ class Orchestrator:
 
     def cancel_id(self, request_id: bytes) -> None:
         """Cancel by id; an unknown id is a no-op."""
-        request = self._table.find(request_id)
-        if request is not None:
+        if (request := self._table.find(request_id)) is not None:
             self.cancel(request)
 
     def model_statuses(self) -> list[ModelStatus]:
@@ -307,7 +308,7 @@ class Orchestrator:
         )
         if self._front_door is not None:
             daemon.update(self._front_door.figures())
-        return StatsReply(models=statuses, daemon=daemon)
+        return StatsReply(models=statuses, daemon=daemon, placement=self._placement.view())
 
     # ---- inside -----------------------------------------------------------------------------------------
 

@@ -84,6 +84,9 @@ class LoadOptions(TypedDict, total=False):
     adapters: Mapping[str, str | os.PathLike[str]]
     adapter: str
     draft: Draft | str | os.PathLike[str] | Mapping[str, Any] | None
+    memory_soft: float
+    memory_hard: float
+    memory_off: Sequence[str]
     max_images: int
     max_image_bytes: int
     max_image_pixels: int

@@ -12,6 +12,7 @@ import random
 import signal
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 
@@ -22,6 +23,7 @@ from ..protocol.errors import ErrorCode, error_for
 from ..protocol.events import Exiting, Heartbeat, Hello, Loaded, LoadFailed, LoadProgress
 from ..protocol.exit_codes import describe_exit
 from ..protocol.values import CancelReason, ModelStatus, Phase, WorkerInfo
+from . import status
 from .adapters import AdapterBook
 from .crew import Crew, Host
 from .dispatch import Dispatcher
@@ -31,6 +33,7 @@ from .policy.lifecycle import Effect, Model, State
 from .policy.restart import is_stable, is_victim
 from .requests import LiveRequest
 from .run_dir import log_path
+from .seat import Seat
 from .waiters import OnProgress, Waiters
 
 log = logging.getLogger(__name__)
@@ -54,6 +57,7 @@ class Supervisor:
         self._crew = Crew(host, self.name, self._requests, self._log, self)
         self._loop = asyncio.get_running_loop()
         self._model = Model()
+        self._seat = Seat(host.placement, load, self._post, self._crew.drain, self._needed)
         self._events: deque[lifecycle.Event] = deque()
         self._busy = False
         self._timer: asyncio.TimerHandle | None = None
@@ -75,7 +79,7 @@ class Supervisor:
         """Whether the model is gone, or going without coming back."""
         model = self._model
         going = model.state in (State.STOPPING, State.DRAINING) and model.after == "stopped"
-        return going or model.state is State.STOPPED
+        return (going or model.state is State.STOPPED) and not self._seat.asleep
 
     @property
     def loading(self) -> bool:
@@ -84,15 +88,23 @@ class Supervisor:
 
     async def wait_loaded(self, *, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Ask for the model and wait until it is READY. Raises the typed error of a failed load."""
-        return await self._waiters.loaded(self.preload, on_progress)
+        return await self._loaded(self.preload, on_progress)
 
     async def restart(self, on_progress: OnProgress | None = None) -> WorkerInfo:
         """Replace the worker, and return once the new one is READY. Running requests are resumed."""
         self._post(lifecycle.RestartAsked())  # first: a READY worker must not answer the waiter
-        return await self._waiters.loaded(lambda: None, on_progress)
+        return await self._loaded(lambda: None, on_progress)
+
+    async def _loaded(self, ask: Callable[[], None], on_progress: OnProgress | None) -> WorkerInfo:
+        self._seat.busy()
+        try:
+            return await self._waiters.loaded(ask, on_progress)
+        finally:
+            self._seat.rest(self.state)
 
     async def unload(self, *, drain: bool = False) -> None:
         """Unload, and return once the process is reaped."""
+        self._seat.asleep = False
         await self._waiters.ended(lambda: self._post(lifecycle.Unwanted(drain=drain)))
         if self.state is State.STOPPED:
             self.adapters.forget()
@@ -112,6 +124,7 @@ class Supervisor:
     def admit(self, request: LiveRequest) -> None:
         """Take a request: send it now if the worker is READY, else it waits for the load that this starts."""
         self.requests_total += 1
+        self._seat.busy()
         if self.state is State.READY:
             self._requests.dispatch()
         else:
@@ -135,6 +148,7 @@ class Supervisor:
     def request_closed(self, request: LiveRequest) -> None:
         """A request of this model has ended."""
         self._crew.request_closed()
+        self._seat.rest(self.state)
         if self._requests.held and self.state is State.READY and not self._requests.busy():
             self._post(lifecycle.RestartAsked())  # drained, to be recycled
         if request.suspect and self.state is State.READY:
@@ -142,9 +156,13 @@ class Supervisor:
         if self.state is State.DRAINING and not self._requests.all():
             self._post(lifecycle.Idle())
 
+    def _needed(self) -> bool:
+        """Whether somebody waits for the model or is served by it."""
+        return self._waiters.loading or bool(self._requests.all())
+
     def phase_of_waiting(self) -> Phase:
         """What a request that no worker has is waiting for."""
-        if self.state is State.READY:
+        if self.state in (State.READY, State.QUEUED):
             return "queued"
         return "restarting" if self._model.restarts or self._model.crashes else "loading"
 
@@ -167,19 +185,11 @@ class Supervisor:
 
     def status(self) -> ModelStatus:
         """One line of `ps`."""
-        now = time.monotonic()
-        model, worker = self._model, self._crew.worker
-        line = ModelStatus(
-            name=self.name,
-            state=model.state.value,
+        now, model = time.monotonic(), self._model
+        line = msgspec.structs.replace(
+            status.of_model(self.name, model, now),
             model=self.load.model,
-            incarnation=model.incarnation,
             in_flight=len(self._requests.all()),
-            restarts=model.restarts,
-            crashes=model.crashes,
-            last_exit=model.last_exit,
-            problem=model.problem.message if model.problem is not None else "",
-            next_retry_s=max(0.0, model.deadline - now) if model.state is State.BACKOFF and model.deadline else None,
             info=self.info,
             engine=self.info.engine if self.info is not None else "",
             recycles=self._crew.recycles,
@@ -187,17 +197,7 @@ class Supervisor:
             requests_resumed=self._requests.resumed,
             log_tail=self._log.tail(5) if model.state in (State.BACKOFF, State.FAILED) else [],
         )
-        if worker is None:
-            return line
-        return msgspec.structs.replace(
-            line,
-            pid=worker.pid,
-            uptime_s=now - worker.started_at,
-            footprint=worker.process.footprint,
-            health=self._health.value,
-            stats=worker.stats,
-            stats_age_s=now - worker.pulse.at if worker.stats is not None else None,
-        )
+        return status.with_worker(line, self._crew.worker, self._health, now)
 
     # ---- the single writer -----------------------------------------------------------------------------
 
@@ -226,6 +226,7 @@ class Supervisor:
                 log.error("%s: %s", self.name, self._model.problem.message)
             self.was_ready = self.was_ready or self._model.state is State.READY
             log.info("%s: %s -> %s (%s)", self.name, before.state, self._model.state, type(event).__name__)
+            self._seat.entered(self._model.state, leaving=self.leaving, load=self.adapters.load, info=self.info)
         for effect in effects:
             self._carry_out(effect)
         self._arm()
@@ -244,7 +245,7 @@ class Supervisor:
             case Effect.SPAWN:
                 self._spawn()
             case Effect.SEND_LOAD:
-                self._send(msgspec.structs.replace(self.adapters.load, env={}))
+                self._send(msgspec.structs.replace(self._seat.capped(self.adapters.load), env={}))
             case Effect.DISPATCH:
                 self._requests.dispatch()
             case Effect.SAVE_REQUESTS:
@@ -274,8 +275,12 @@ class Supervisor:
         return self._model.problem or lifecycle.Problem(ErrorCode.UNLOADED, "the model was unloaded")
 
     def _spawn(self) -> None:
-        """Start a worker, if the host has the memory that the last one took."""
+        """Start a worker, if it has a place and the host has the memory that the last one took."""
         self.info = None
+        if news := self._seat.enter(self.adapters.load):
+            self._events.extend(news)
+            self._waiters.tell_progress(LoadProgress(phase="queued"))
+            return
         if (message := self._crew.lacks_room()) is not None:
             self._events.append(lifecycle.NoRoom(message))
             return
@@ -373,6 +378,8 @@ class Supervisor:
         self._health_timer = self._loop.call_later(HEALTH_TICK_S, self._check_health)
         self._crew.check_health(self._forgiven_until, self.load, now)
         worker = self._crew.worker
+        if worker is not None:
+            self._seat.hold_cap(worker, self.adapters.load, self.state)
         if worker is None or self.state not in (State.READY, State.DRAINING):
             return
         self._health = worker.health(self.load.stall_budget_s, self._forgiven_until, now)

@@ -26,6 +26,11 @@ class Waiters:
         self._ends: list[asyncio.Future[None]] = []
         self._watchers: list[OnProgress] = []
 
+    @property
+    def loading(self) -> bool:
+        """Whether somebody waits for a load."""
+        return bool(self._loads)
+
     async def loaded(self, ask: Callable[[], None], on_progress: OnProgress | None) -> WorkerInfo:
         """`ask()`, then wait until the model is READY. Raises the typed error of a failed load."""
         waiter: asyncio.Future[WorkerInfo] = asyncio.get_running_loop().create_future()

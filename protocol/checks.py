@@ -14,6 +14,7 @@ from . import limits
 from .checks_choice import check_format, check_logprobs
 from .checks_draft import check_draft
 from .checks_images import check_image, check_image_limits, check_images
+from .checks_memory import check_memory
 from .checks_names import check_adapter, check_adapters, check_change, check_name
 from .codec import ID_BYTES
 from .commands import AddAdapter, Attach, Command, DropAdapter, Generate, Load, Restart, Shutdown, Stats, Unload
@@ -115,8 +116,9 @@ def check_load(load: Load) -> Problem | None:
     for field, seconds in (("stall_budget_s", load.stall_budget_s), ("recycle_age_s", load.recycle_age_s)):
         if seconds is not None and not (math.isfinite(seconds) and 0.1 <= seconds <= limits.MAX_AGE_S):
             return _bad(f"{field} must be 0.1 to {limits.MAX_AGE_S:.0f} seconds, got {seconds}")
-    problem = _check_cache(load) or _check_kv(load) or check_adapters(load) or check_draft(load)
-    if problem := problem or check_image_limits(load):
+    if problem := _check_cache(load) or _check_kv(load) or check_adapters(load):
+        return problem
+    if problem := check_draft(load) or check_memory(load) or check_image_limits(load):
         return problem
     for key, value in load.env.items():
         if not key or "=" in key or "\0" in key or "\0" in value:

@@ -73,6 +73,12 @@ class Load(Command, tag=0x01, frozen=True):
     """The one for requests that name none. Empty: the base model."""
     draft: Draft | None = None
     """Speculative decoding with this draft. None: plain decoding."""
+    memory_soft: float = 0.85
+    """Share of the memory limit from which on the worker gives memory back and starts no more requests."""
+    memory_hard: float = 0.95
+    """Share from which on it refuses prompts that would not fit, and fails the biggest request."""
+    memory_off: list[str] = []
+    """What it is not to do about memory: any of `limits.MEMORY_STEPS`."""
     max_images: int = limits.DEFAULT_IMAGES
     """Pictures of a request. 0: none."""
     max_image_bytes: int = limits.DEFAULT_IMAGE_BYTES

@@ -10,6 +10,7 @@ from .values import (
     FinishReason,
     ModelStatus,
     Phase,
+    PlacementInfo,
     Speculation,
     Timings,
     ToolCall,
@@ -38,7 +39,7 @@ class LoadProgress(Event, tag=0x42, frozen=True):
     """A load moves. `total` 0: unknown."""
 
     phase: str
-    """importing, checking, weights or tokenizer."""
+    """queued, downloading, checking, importing, tokenizer or weights."""
     done: int = 0
     total: int = 0
 
@@ -133,6 +134,8 @@ class StatsReply(Event, tag=0x4A, frozen=True):
     """Set when a worker answers."""
     daemon: dict[str, float] = {}
     """Figures of the orchestrator: rss_bytes, uptime_s, clients, requests, frames_refused, …"""
+    placement: PlacementInfo | None = None
+    """The memory budget, if there is one."""
 
 
 class Heartbeat(Event, tag=0x4B, frozen=True):

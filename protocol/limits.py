@@ -58,3 +58,8 @@ MAX_URL_CHARS: Final = 4096
 
 SOCKET_PATH_BYTES: Final = 100
 """Unix socket paths stay under this (macOS allows 103 bytes, Linux 107)."""
+
+MEMORY_STEPS: Final = ("guard", "clear", "drop", "wait", "fail")
+"""What a worker does to keep within its memory limit, each of which can be turned off."""
+LEAST_MEMORY_SHARE: Final = 0.05
+"""Floor of `memory_soft` and `memory_hard`."""

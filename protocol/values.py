@@ -34,11 +34,7 @@ FORMATS: dict[str, str | None] = {
 
 
 class Part(Value, frozen=True):
-    """One piece of a message. `type` is `text` (with `text`) or `image`.
-
-    An image has one of `data` (the bytes of its file), `path` and `url`. With none of them it says where in the
-    messages a picture of `Generate.images` belongs.
-    """
+    """A piece of a message: `text`, or `image` with one of `data`, `path` and `url`. None: a place for a picture."""
 
     type: str
     text: str | None = None
@@ -127,7 +123,12 @@ class Limits(Value, frozen=True):
     wired_bytes: int = 0
     cache_bytes: int = 0
     enforced_by: str = ""
-    """Who enforces the memory limit: `metal`, `orchestrator` or empty when there is none."""
+    """Who enforces the memory limit: `metal`, `worker` or empty when there is none."""
+    soft_bytes: int = 0
+    """Where the worker begins to give memory back; 0 without a limit. `hard_bytes`: where it fails requests."""
+    hard_bytes: int = 0
+    unsupported: list[str] = []
+    """Of `memory`, `wired` and `cache` those that this platform does not have."""
 
 
 class KVCacheInfo(Value, frozen=True):
@@ -284,6 +285,25 @@ class WorkerInfo(Value, frozen=True):
     adapters: list[AdapterInfo] = []
     speculation: SpeculationInfo | None = None
     """Set if the load has a draft."""
+    weight_bytes: int = 0
+    """Of the weights in memory, measured."""
+    kv_token_bytes: int = 0
+    """KV cache of one more token; 0: not known."""
+
+
+class LadderStats(Value, frozen=True):
+    """How a worker keeps within its memory limit. All but `level` and `holding` are counters."""
+
+    level: str = "off"
+    """calm, soft or hard: the line that is reached; off: there is no limit."""
+    holding: bool = False
+    """New requests wait until memory is back."""
+    clears: int = 0
+    drops: int = 0
+    waits: int = 0
+    fails: int = 0
+    refusals: int = 0
+    """Prompts that did not fit."""
 
 
 class WorkerStats(Value, frozen=True):
@@ -311,6 +331,7 @@ class WorkerStats(Value, frozen=True):
     cache: CacheStats = CacheStats()
     speculation: SpeculationStats | None = None
     """Set if the load has a draft."""
+    ladder: LadderStats = LadderStats()
 
 
 class ModelStatus(Value, frozen=True):
@@ -343,3 +364,37 @@ class ModelStatus(Value, frozen=True):
     """fine, suspect (late heartbeat), suspended (stopped by a signal) or stalled."""
     log_tail: list[str] = []
     """Last lines of the worker's output, in BACKOFF and FAILED."""
+
+
+class PlaceInfo(Value, frozen=True):
+    """One model in the ledger of the memory budget. Bytes, and seconds."""
+
+    name: str
+    phase: str
+    """`waiting`, `loading`, `resident` or `leaving`; all but the first hold their share."""
+    share: int = 0
+    """What it holds of the budget: the cap of its worker."""
+    predicted: int = 0
+    """What it was predicted to take, before it was loaded."""
+    peak: int = 0
+    """The most that its worker was seen to take."""
+    pinned: bool = False
+    busy: bool = False
+    idle_s: float | None = None
+    waiting_s: float | None = None
+
+
+class PlacementInfo(Value, frozen=True):
+    """The memory budget: who holds what, and the last decisions. 0: no such bound."""
+
+    budget: int = 0
+    held: int = 0
+    max_loaded: int = 0
+    host_free: int = 0
+    pressure: str = ""
+    """Of the host: `normal`, `warn` or `critical`; `off` or `unsupported` where nobody looks."""
+    places: list[PlaceInfo] = []
+    next_eviction: str = ""
+    """The model that would make room next. Empty: none may."""
+    decisions: list[str] = []
+    """The last ones, oldest first, with their reasons."""

@@ -140,7 +140,7 @@ class Loader:
                 return self._fail(ErrorCode.OUT_OF_MEMORY, f"no memory for {self._load.model}: {say(error)}")
             return self._fail(ErrorCode.LOAD_FAILED, f"cannot load {self._load.model}: {say(error)}")
         self._progress.engine = engine.info.engine
-        self._progress.memory = engine.memory()
+        self._progress.memory = engine.keeper.look()
         gc.freeze()  # what the imports and the model made stays: collections need not walk over it
         log.info("loaded %s in %.2f s", self._load.name, time.monotonic() - started)
         return engine

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from ..protocol.values import CacheStats, Memory, SpeculationStats, WorkerStats
+from ..protocol.values import CacheStats, LadderStats, Memory, SpeculationStats, WorkerStats
 
 RATE_WINDOW_S: Final = 1.0
 
@@ -38,6 +38,7 @@ class WorkerProgress:
         self.memory = Memory()
         self.cache = CacheStats()
         self.speculation: SpeculationStats | None = None
+        self.ladder = LadderStats()
 
     @property
     def is_active(self) -> bool:
@@ -84,6 +85,7 @@ class Observer:
             frames_refused=self.frames_refused,
             cache=p.cache,
             speculation=p.speculation,
+            ladder=p.ladder,
         )
 
     def _rates(self, now: float) -> tuple[float, float]:

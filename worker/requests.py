@@ -12,6 +12,7 @@ from ..protocol.commands import Generate
 from ..protocol.events import Snapshot
 from ..protocol.values import Channel, Timings, ToolCall, Usage
 from .engines.base import Prepared, Row, TextOut, TokenOut
+from .memory.keeper import Held
 from .text.channels import Piece
 
 
@@ -195,6 +196,11 @@ class Request:
         """Tokens generated in all, by earlier incarnations too."""
         return self.resumed + self.generated
 
+    def held(self) -> Held:
+        """What it holds of the KV cache, and still has to prefill."""
+        done = self.total if self.first_token_at is not None else self.processed
+        return Held(self.request_id, self.total + self.generated, self.total - done, done)
+
     def usage(self) -> Usage:
         """Counts over all incarnations."""
         prompt = len(self.row.prompt) if self.row is not None else 0
@@ -284,6 +290,10 @@ class RequestTable:
             return None
         first = next(iter(self.waiting.values()), None)
         return first if first is not None and first.row is not None else None
+
+    def held(self) -> list[Held]:
+        """The running requests, oldest first, as far as memory goes."""
+        return [request.held() for request in self.running.values()]
 
     def start(self, request: Request, now: float) -> None:
         """Move a request from waiting to running."""

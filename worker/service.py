@@ -27,8 +27,6 @@ from .mailbox import Mailbox, Order
 from .progress import WorkerProgress
 from .requests import Request, RequestTable
 
-MEMORY_PAUSE_S: Final = 0.25
-"""Least time between two memory samples."""
 PREPARE_BUDGET_S: Final = 0.005
 """Time for preparing waiting requests between two steps while others decode."""
 
@@ -40,6 +38,7 @@ class Service:
 
     def __init__(self, engine: Engine, load: Load, mailbox: Mailbox, progress: WorkerProgress) -> None:
         self._engine = engine
+        self._keeper = engine.keeper
         self._load = load
         self._mailbox = mailbox
         self._progress = progress
@@ -140,6 +139,9 @@ class Service:
         self._progress.phase, self._progress.busy_since = "loading", time.monotonic()
         try:
             if isinstance(change, AddAdapter):
+                size = sum(file.stat().st_size for file in Path(change.path).glob("*.safetensors"))
+                if why := self._keeper.lacks(f"adapter {change.name!r}", size):
+                    return Failed(ErrorCode.OUT_OF_MEMORY, why, True)
                 self._engine.add_adapter(change.name, Path(change.path))
             else:
                 self._engine.drop_adapter(change.name)
@@ -197,6 +199,12 @@ class Service:
 
     def _admit(self) -> None:
         while (request := self._table.next_admissible()) is not None:
+            verdict, why = self._keeper.admit(request.total, self._table.held(), self._engine.prefill_chunk)
+            if verdict == "wait":
+                break
+            if verdict == "refuse":
+                self._fail(request, ErrorCode.OUT_OF_MEMORY, why)
+                continue
             now = time.monotonic()
             self._table.start(request, now)
             self._progress.requests_started += 1
@@ -216,6 +224,9 @@ class Service:
     def _step(self) -> None:
         engine, table, progress = self._engine, self._table, self._progress
         if table.prefilling:
+            self._recheck()
+            if not table.running:
+                return
             progress.phase = "prefill"
             if len(table.running) > 1 and engine.next_is_prefill():
                 self._flush_running()
@@ -262,6 +273,17 @@ class Service:
         if now >= self._next_sample:
             self._sample(now)
 
+    def _recheck(self) -> None:
+        """Between chunks: prompts that no longer fit fail, so that the others go on."""
+        chunk = self._engine.prefill_chunk
+        while (found := self._keeper.recheck(self._table.held(), chunk)) is not None:
+            self._give_up(*found)
+
+    def _give_up(self, request_id: bytes, why: str) -> None:
+        """A running request must end for lack of memory. What it has computed is not kept either."""
+        self._engine.remove(request_id, keep=False)
+        self._fail(self._table.running[request_id], ErrorCode.OUT_OF_MEMORY, why)
+
     def _flush_running(self) -> None:
         now = time.monotonic()
         for request in self._table.running.values():
@@ -287,8 +309,10 @@ class Service:
         self._mailbox.wait()
 
     def _sample(self, now: float) -> None:
-        self._next_sample = now + MEMORY_PAUSE_S
-        self._progress.memory = self._engine.memory()
+        if (found := self._keeper.relieve(self._table.held())) is not None:
+            self._give_up(*found)
+        self._next_sample = now + self._keeper.pause
+        self._progress.memory, self._progress.ladder = self._keeper.memory, self._keeper.stats()
         self._progress.cache = self._engine.cache_stats()
         self._progress.speculation = self._engine.speculation_stats()
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from ..bench import Bench
 from ..measure import Figure
+from .balloon import balloon
 from .cache import cache, cache_after_crash
 from .cancel import in_decode, in_prefill
 from .choice import extras, structured
@@ -13,6 +14,8 @@ from .equal import equal
 from .first_token import first_token
 from .footprint import footprint
 from .newcomer import newcomer
+from .placement import placement
+from .prediction import prediction
 from .probe import probe
 from .recovery import recovery
 from .single import single
@@ -43,6 +46,9 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "cache-crash": cache_after_crash,
     "structured": structured,
     "extras": extras,
+    "placement": placement,
+    "balloon": balloon,
+    "prediction": prediction,
     "equal": equal,
     "speculation": speculation,
     "speculation-equal": speculation_equal,

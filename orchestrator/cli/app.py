@@ -19,6 +19,7 @@ from .doctor import doctor
 from .errors import report, say_error
 from .load import load
 from .logs import logs
+from .plan import plan
 from .ps import ps
 from .restart import restart
 from .run import run as run_command
@@ -59,7 +60,7 @@ def serve(
     return serve_now(config, run_dir)
 
 
-for command in (load, unload, restart, ps, stats, run_command, chat, logs, tap, stop, doctor, demo):
+for command in (load, unload, restart, ps, stats, plan, run_command, chat, logs, tap, stop, doctor, demo):
     app.command(name=command.__name__)(command)
 app.add_typer(adapter)
 

@@ -146,8 +146,12 @@ def _blas(root: Path, preloaded: str) -> Iterator[Finding]:
 def _memory() -> Finding:
     import psutil
 
+    from ..host_memory import unsupported
+
     memory = psutil.virtual_memory()
     words = f"{mib(memory.available)} of {mib(memory.total)} free"
+    if why := unsupported():
+        words += f"; a memory budget is not tightened by pressure of the host: {why}"
     return Finding("memory", "hint" if memory.available < LOW_MEMORY else "ok", words)
 
 

@@ -8,6 +8,7 @@ import sys
 from ...protocol.exit_codes import CliExit
 from ...protocol.values import ModelStatus
 from .common import Json, RunDir, connect, mib, print_json, span, table
+from .ledger import headline
 
 LEAST_NOTE = 20
 """Characters of a note that are shown however narrow the terminal is."""
@@ -15,12 +16,15 @@ HEADINGS = ["NAME", "STATE", "PID", "MEMORY", "ENGINE", "IN FLIGHT", "RESTARTS",
 
 
 def ps(json: Json = False, run_dir: RunDir = None) -> int:
-    """List the models: state, process, memory, requests in flight."""
+    """List the models: state, process, memory, requests in flight; and the memory budget."""
     with connect(run_dir) as client:
         models = client.models()
+        placement = None if json else client.stats().placement
     if json:
         print_json(models)
     else:
+        if placement is not None:
+            print(headline(placement))
         print(listing(models, shutil.get_terminal_size().columns if sys.stdout.isatty() else None))
     return CliExit.OK
 

@@ -12,6 +12,7 @@ from ...protocol.events import StatsReply
 from ...protocol.exit_codes import CliExit
 from ...protocol.values import ModelStatus, SpeculationStats
 from .common import Json, RunDir, connect, mib, print_json, span, table
+from .ledger import report
 
 HEADINGS = [
     *("NAME", "STATE", "RUNNING", "QUEUED", "PROMPT TOK", "REUSED TOK", "TOK"),
@@ -52,6 +53,8 @@ def _text(reply: StatsReply) -> str:
         for model in reply.models
         if model.stats is not None and model.stats.speculation is not None
     ]
+    if reply.placement is not None:
+        lines += ["", report(reply.placement)]
     return "\n".join(lines)
 
 

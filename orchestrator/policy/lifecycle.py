@@ -23,7 +23,10 @@ from .lifecycle_values import (
     LoadMoved,
     LoadRefused,
     Model,
+    NoPlace,
     NoRoom,
+    PlaceGiven,
+    PlaceRefused,
     Problem,
     Replaced,
     RestartAsked,
@@ -52,7 +55,10 @@ __all__ = [
     "LoadMoved",
     "LoadRefused",
     "Model",
+    "NoPlace",
     "NoRoom",
+    "PlaceGiven",
+    "PlaceRefused",
     "Problem",
     "Replaced",
     "RestartAsked",
@@ -83,9 +89,16 @@ def advance(model: Model, event: Event, now: float, budgets: Budgets, policy: Re
 
     Late news of a process that is already being stopped (`HelloGood`, `LoadMoved`, …) change nothing.
     """
+    after, effects = _advance(model, event, now, budgets, policy)
+    if after.state is State.FAILED and model.state is not State.FAILED:
+        after = msgspec.structs.replace(after, failed_at=now)
+    return after, effects
+
+
+def _advance(model: Model, event: Event, now: float, budgets: Budgets, policy: RestartPolicy) -> Decision:
     match event:
         case Wanted():
-            return _wanted(model, event, now)
+            return _wanted(model, event, now, policy)
         case Unwanted():
             return _unwanted(model, event, now, budgets)
         case RestartAsked():
@@ -100,6 +113,8 @@ def advance(model: Model, event: Event, now: float, budgets: Budgets, policy: Re
             return _spawn_failed(model, event, now, policy)
         case NoRoom():
             return _no_room(model, event, now, budgets)
+        case NoPlace() | PlaceGiven() | PlaceRefused():
+            return _placed(model, event)
         case _:
             return _news(model, event, now, budgets)
 
@@ -118,13 +133,14 @@ def _stopping(model: Model, now: float, wait_s: float, rung: int, **changes: obj
     return _to(model, State.STOPPING, deadline=now + wait_s, rung=rung, **changes)
 
 
-def _wanted(model: Model, event: Wanted, now: float) -> Decision:
+def _wanted(model: Model, event: Wanted, now: float, policy: RestartPolicy) -> Decision:
+    rested = policy.retry_failed_s > 0 and now >= model.failed_at + policy.retry_failed_s
     match model.state:
         case State.STOPPED:
             return _spawning(model)
         case State.BACKOFF if event.explicit:
             return _spawning(model, history=RestartHistory())
-        case State.FAILED if event.explicit:
+        case State.FAILED if event.explicit or rested:
             return _spawning(model, history=RestartHistory())
         case State.FAILED:
             return model, (Effect.FAIL_REQUESTS,)
@@ -139,21 +155,22 @@ def _wanted(model: Model, event: Wanted, now: float) -> Decision:
 
 
 def _unwanted(model: Model, event: Unwanted, now: float, budgets: Budgets) -> Decision:
+    problem = Problem(ErrorCode.UNLOADED, event.why) if event.why else _UNLOADED
     match model.state:
-        case State.STOPPED | State.BACKOFF | State.FAILED:
-            after = _to(model, State.STOPPED, problem=_UNLOADED, history=RestartHistory())
+        case State.STOPPED | State.QUEUED | State.BACKOFF | State.FAILED:
+            after = _to(model, State.STOPPED, problem=problem, history=RestartHistory())
             return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED, Effect.TELL_UNLOADED)
         case State.READY if event.drain:
             after = _to(model, State.DRAINING, deadline=now + budgets.drain_s, after="stopped")
             return after, (Effect.ASK_TO_DRAIN,)
         case State.READY | State.DRAINING:
-            after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=_UNLOADED)
+            after = _stopping(model, now, budgets.polite_s, 0, after="stopped", problem=problem)
             return after, (Effect.FAIL_REQUESTS, Effect.ASK_TO_END)
         case State.SPAWNING | State.HANDSHAKING | State.LOADING:
-            after = _stopping(model, now, budgets.term_s, 2, after="stopped", problem=_UNLOADED)
+            after = _stopping(model, now, budgets.term_s, 2, after="stopped", problem=problem)
             return after, (Effect.FAIL_REQUESTS, Effect.KILL)
         case State.STOPPING:
-            after = msgspec.structs.replace(model, after="stopped", problem=_UNLOADED)
+            after = msgspec.structs.replace(model, after="stopped", problem=problem)
             return after, (Effect.FAIL_REQUESTS,)
 
 
@@ -165,6 +182,8 @@ def _restart_asked(model: Model, now: float, budgets: Budgets) -> Decision:
             return _stopping(model, now, budgets.polite_s, 0, after="spawn"), (Effect.ASK_TO_END,)
         case State.SPAWNING | State.HANDSHAKING | State.LOADING:
             return _stopping(model, now, budgets.term_s, 2, after="spawn"), (Effect.KILL,)
+        case State.QUEUED:
+            return model, ()
         case State.STOPPING:
             return msgspec.structs.replace(model, after="spawn"), ()
 
@@ -172,8 +191,10 @@ def _restart_asked(model: Model, now: float, budgets: Budgets) -> Decision:
 def _stalled(model: Model, event: Stalled, now: float, budgets: Budgets) -> Decision:
     if model.state not in _ALIVE:
         return model, ()
-    problem = Problem(ErrorCode.WORKER_STALLED, event.message)
-    return _stopping(model, now, budgets.term_s, 2, after="crash", problem=problem), (Effect.KILL,)
+    problem = Problem(event.code, event.message)
+    again = model.state is State.LOADING and event.code is ErrorCode.OUT_OF_MEMORY  # so would the next one be
+    then: After = "failed" if again else "crash"
+    return _stopping(model, now, budgets.term_s, 2, after=then, problem=problem), (Effect.KILL,)
 
 
 def _tick(model: Model, now: float, budgets: Budgets) -> Decision:
@@ -228,12 +249,30 @@ def _no_room(model: Model, event: NoRoom, now: float, budgets: Budgets) -> Decis
     return after, ()
 
 
+def _placed(model: Model, event: NoPlace | PlaceGiven | PlaceRefused) -> Decision:
+    """News of the model's place in the memory budget. A late one changes nothing."""
+    match (model.state, event):
+        case (State.SPAWNING, NoPlace(message)):
+            problem = Problem(ErrorCode.OUT_OF_MEMORY, message)
+            return _to(model, State.QUEUED, problem=problem, incarnation=model.incarnation - 1), ()
+        case (State.QUEUED, PlaceGiven()):
+            return _spawning(model)
+        case (State.QUEUED, PlaceRefused(message)):
+            problem = Problem(ErrorCode.OUT_OF_MEMORY, message)
+            after = _to(model, State.STOPPED, problem=problem, history=RestartHistory())
+            return after, (Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED, Effect.TELL_UNLOADED)
+        case (_, NoPlace()):
+            raise IllegalEdge(f"NoPlace in state {model.state}")
+        case _:
+            return model, ()
+
+
 def _exited(model: Model, event: Exited, now: float, policy: RestartPolicy) -> Decision:
     words = "SIGKILL by the orchestrator" if event.killed else describe_exit(event.returncode)
     model = msgspec.structs.replace(model, last_exit=words)
     if model.state is State.STOPPING and model.after != "crash":
         return _stopped(model)
-    if model.state in (State.STOPPED, State.SPAWNING, State.BACKOFF, State.FAILED):
+    if model.state in (State.STOPPED, State.QUEUED, State.SPAWNING, State.BACKOFF, State.FAILED):
         raise IllegalEdge(f"a process ended in state {model.state}")
     doing = {State.READY: "", State.DRAINING: "", State.STOPPING: ""}.get(
         model.state, f" while {model.state.lower()}"

@@ -15,6 +15,7 @@ class State(StrEnum):
     """Where a model is."""
 
     STOPPED = "STOPPED"
+    QUEUED = "QUEUED"
     SPAWNING = "SPAWNING"
     HANDSHAKING = "HANDSHAKING"
     LOADING = "LOADING"
@@ -69,6 +70,8 @@ class Model(msgspec.Struct, frozen=True):
     """This incarnation has completed as many steps as the restart policy asks for."""
     room_until: float | None = None
     """While there is no room for a restart: when to give up waiting for it."""
+    failed_at: float = 0.0
+    """When it became FAILED."""
     last_exit: str = ""
     crashes: int = 0
     restarts: int = 0
@@ -85,9 +88,10 @@ class Wanted(Event, frozen=True):
 
 
 class Unwanted(Event, frozen=True):
-    """Unload. With `drain`, running requests may finish first."""
+    """Unload. With `drain`, running requests may finish first. `why`: in words, if nobody has asked for it."""
 
     drain: bool = False
+    why: str = ""
 
 
 class RestartAsked(Event, frozen=True):
@@ -106,6 +110,22 @@ class SpawnFailed(Event, frozen=True):
 
 class NoRoom(Event, frozen=True):
     """The host has not the memory for another worker of this model now."""
+
+    message: str
+
+
+class NoPlace(Event, frozen=True):
+    """The model has no place in the memory budget yet, and waits for one."""
+
+    message: str
+
+
+class PlaceGiven(Event, frozen=True):
+    """It has one now."""
+
+
+class PlaceRefused(Event, frozen=True):
+    """It cannot have one, or not in time."""
 
     message: str
 
@@ -143,9 +163,10 @@ class Replaced(Event, frozen=True):
 
 
 class Stalled(Event, frozen=True):
-    """The health policy says so."""
+    """The health policy says so; or, with `out_of_memory`, that it is over its cap."""
 
     message: str
+    code: ErrorCode = ErrorCode.WORKER_STALLED
 
 
 class Idle(Event, frozen=True):

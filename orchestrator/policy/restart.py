@@ -17,6 +17,8 @@ class RestartPolicy(msgspec.Struct, frozen=True):
     base_delay_s: float = 0.5
     max_delay_s: float = 30.0
     jitter: float = 0.2
+    retry_failed_s: float = 0.0
+    """So long after a model was given up, a request for it tries once more. 0: only a load or a restart does."""
     stable_steps: int = 512
     """Executor steps after which a worker is stable. Prefill chunks are steps too, and a prompt that always crashes
     its worker in its prefill must not restart it without delay in quick succession. Chunks are sized by time: so many

@@ -141,6 +141,7 @@ def test_restart_and_unload(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str
 
 
 def test_ps(daemon: FakeDaemon, capfd: pytest.CaptureFixture[str]) -> None:
+    daemon.answers[Stats] = lambda r: r.reply(StatsReply())
     assert run(["ps"]) == 0
     first, second, third = capfd.readouterr().out.splitlines()
     assert first.split()[:4] == ["NAME", "STATE", "PID", "MEMORY"]

@@ -45,6 +45,8 @@ def test_everything_is_read(tmp_path: Path) -> None:
         cache_dir = "prompts"
         adapters = { legal = "legal", other = "/adapters/other" }
         adapter = "legal"
+        memory_soft = 0.5
+        memory_off = ["drop"]
         image_dirs = ["pictures", "/srv/pictures"]
         max_images = 4
         env = { LD_PRELOAD = "libopenblas.so.0" }
@@ -69,6 +71,8 @@ def test_everything_is_read(tmp_path: Path) -> None:
         cache_dir=str(tmp_path / "prompts"),
         adapters={"legal": str(tmp_path / "legal"), "other": "/adapters/other"},
         adapter="legal",
+        memory_soft=0.5,
+        memory_off=["drop"],
         image_dirs=[str(tmp_path / "pictures"), "/srv/pictures"],
         max_images=4,
         env={"LD_PRELOAD": "libopenblas.so.0"},
@@ -78,7 +82,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
 
 
 def test_a_model_has_all_options_of_a_load_with_the_same_defaults() -> None:
-    assert set(ModelConfig.__struct_fields__) == {"model", "preload", *LOAD_OPTIONS}
+    assert set(ModelConfig.__struct_fields__) == {"model", "preload", "pin", "ttl_s", *LOAD_OPTIONS}
     assert ModelConfig("org/x").load("a") == Load("a", "org/x")
 
 

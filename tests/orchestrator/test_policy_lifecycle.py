@@ -37,6 +37,15 @@ DEAD = lc.Exited(-9, "", 0.5)
         (UP[:2], State.HANDSHAKING, set()),
         (UP[:3], State.LOADING, {Effect.SEND_LOAD}),
         (UP, State.READY, {Effect.TELL_LOADED, Effect.DISPATCH}),
+        ((lc.Wanted(), lc.NoPlace("full")), State.QUEUED, set()),
+        ((lc.Wanted(), lc.NoPlace("full"), lc.PlaceGiven()), State.SPAWNING, {Effect.SPAWN}),
+        ((lc.Wanted(), lc.NoPlace("full"), lc.RestartAsked()), State.QUEUED, set()),
+        (
+            (lc.Wanted(), lc.NoPlace("full"), lc.PlaceRefused("full")),
+            State.STOPPED,
+            {Effect.FAIL_REQUESTS, Effect.TELL_LOAD_FAILED},
+        ),
+        ((*UP[:3], lc.Stalled("over", ErrorCode.OUT_OF_MEMORY), DEAD), State.FAILED, {Effect.TELL_LOAD_FAILED}),
         ((*UP, lc.Unwanted()), State.STOPPING, {Effect.FAIL_REQUESTS, Effect.ASK_TO_END}),
         ((*UP, lc.Unwanted(), lc.Exited(0, "", 0.5)), State.STOPPED, {Effect.TELL_UNLOADED}),
         ((*UP, lc.Unwanted(drain=True)), State.DRAINING, {Effect.ASK_TO_DRAIN}),
@@ -137,9 +146,21 @@ def test_failed_is_left_by_an_explicit_load_only() -> None:
     assert after.state is State.SPAWNING
 
 
+def test_failed_can_be_left_by_a_request_after_a_rest() -> None:
+    """E08, where the configuration says so."""
+    policy = RestartPolicy(retry_failed_s=60.0)
+    model, _ = walk(*UP[:3], lc.LoadRefused(PROBLEM))
+    model, _ = lc.advance(model, lc.Exited(42, "", 0.5), 100.0, BUDGETS, policy)
+    for now, state in ((159.0, State.FAILED), (160.0, State.SPAWNING)):
+        after, _ = lc.advance(model, lc.Wanted(explicit=False), now, BUDGETS, policy)
+        assert after.state is state
+
+
 @pytest.mark.parametrize("state", [s for s in State if s not in (State.SPAWNING, State.STOPPING)])
 def test_an_illegal_edge_raises(state: State) -> None:
-    illegal = lc.Exited(0, "", 0.5) if state in (State.STOPPED, State.BACKOFF, State.FAILED) else lc.Spawned()
+    illegal = (
+        lc.Exited(0, "", 0.5) if state in (State.STOPPED, State.QUEUED, State.BACKOFF, State.FAILED) else lc.Spawned()
+    )
     with pytest.raises(lc.IllegalEdge):
         lc.advance(Model(state=state), illegal, 0.0, BUDGETS, POLICY)
 
@@ -157,12 +178,13 @@ def _reachable_edges() -> set[tuple[str, str]]:
         lc.Wanted(), lc.Wanted(explicit=False), lc.Unwanted(), lc.Unwanted(drain=True), lc.RestartAsked(),
         lc.Spawned(), lc.SpawnFailed("no"), lc.HelloGood(), lc.HelloBad("no"), lc.LoadMoved(), lc.LoadEnded(),
         lc.NoRoom("no room"), lc.LoadRefused(PROBLEM), lc.Stepped(), lc.Stalled("s"), lc.Idle(), DEAD,
+        lc.NoPlace("full"), lc.PlaceGiven(), lc.PlaceRefused("full"), lc.Stalled("s", ErrorCode.OUT_OF_MEMORY),
         lc.Exited(0, "", 0.5), lc.Exited(42, "", 0.5), lc.Tick(),
     ]  # fmt: skip
     histories = (lc.RestartHistory(), lc.RestartHistory((0.0,), 1), lc.RestartHistory((0.0, 0.0, 0.0), 3))
     edges: set[tuple[str, str]] = set()
     for state in State:
-        waits = state not in (State.STOPPED, State.READY, State.FAILED, State.SPAWNING)
+        waits = state not in (State.STOPPED, State.QUEUED, State.READY, State.FAILED, State.SPAWNING)
         for after in ("stopped", "failed", "spawn", "crash"):
             for history in histories:
                 model = Model(state=state, after=after, history=history, deadline=0.0 if waits else None)
@@ -185,6 +207,7 @@ class RandomWalk(RuleBasedStateMachine):
         self.alive = False
         self.unload_waits = 0
         self.load_waits = 0
+        self.full = False
 
     def post(self, event: lc.Event) -> None:
         queue = [event]
@@ -193,6 +216,9 @@ class RandomWalk(RuleBasedStateMachine):
             for effect in effects:
                 if effect is Effect.SPAWN:
                     assert not self.alive, "two processes of one model"
+                    if self.full:
+                        queue.append(lc.NoPlace("full"))
+                        continue
                     self.alive = True
                     queue.append(lc.Spawned())
                 elif effect is Effect.TELL_UNLOADED:
@@ -213,6 +239,11 @@ class RandomWalk(RuleBasedStateMachine):
     def unwanted(self, drain: bool) -> None:
         self.unload_waits += 1
         self.post(lc.Unwanted(drain=drain))
+
+    @rule(full=st.booleans())
+    def the_budget_changes(self, full: bool) -> None:
+        self.full = full
+        self.post(lc.PlaceRefused("full") if full else lc.PlaceGiven())
 
     @rule()
     def restart(self) -> None:
@@ -246,7 +277,7 @@ class RandomWalk(RuleBasedStateMachine):
 
     @invariant()
     def process_and_state_agree(self) -> None:
-        at_rest = self.model.state in (State.STOPPED, State.BACKOFF, State.FAILED)
+        at_rest = self.model.state in (State.STOPPED, State.QUEUED, State.BACKOFF, State.FAILED)
         assert self.alive != at_rest
 
     @invariant()

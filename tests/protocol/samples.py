@@ -18,6 +18,9 @@ _LIMITS = v.Limits(
     wired_bytes=2**32,
     cache_bytes=2**30,
     enforced_by="metal",
+    soft_bytes=2**33,
+    hard_bytes=2**33 + 1,
+    unsupported=["cache"],
 )
 _INFO = v.WorkerInfo(
     engine="text",
@@ -48,6 +51,8 @@ _INFO = v.WorkerInfo(
         bytes=2**25,
         cycle_cost=1.75,
     ),
+    weight_bytes=2**31,
+    kv_token_bytes=2**17,
 )
 _STATS = v.WorkerStats(
     running=1,
@@ -94,6 +99,7 @@ _STATS = v.WorkerStats(
         gain=1.5,
         cache=v.CacheStats(entries=2),
     ),
+    ladder=v.LadderStats(level="soft", holding=True, clears=1, drops=2, waits=3, fails=4, refusals=5),
 )
 _STATUS = v.ModelStatus(
     name="tiny",
@@ -118,6 +124,28 @@ _STATUS = v.ModelStatus(
     problem="two crashes in a row",
     health="suspect",
     log_tail=["first line", "last line"],
+)
+_PLACEMENT = v.PlacementInfo(
+    budget=2**34,
+    held=2**33,
+    max_loaded=3,
+    host_free=2**32,
+    pressure="warn",
+    places=[
+        v.PlaceInfo(
+            name="tiny",
+            phase="resident",
+            share=2**33,
+            predicted=2**32,
+            peak=2**31,
+            pinned=True,
+            busy=True,
+            idle_s=1.5,
+            waiting_s=2.5,
+        )
+    ],
+    next_eviction="tiny",
+    decisions=["2.0 s ago: evicted other: tiny needs its room"],
 )
 _USAGE = v.Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=20)
 _TIMINGS = v.Timings(
@@ -221,6 +249,9 @@ FULL: tuple[Message, ...] = (
             cache_bytes=2**30,
             disk_bytes=2**34,
         ),
+        memory_soft=0.5,
+        memory_hard=0.75,
+        memory_off=["wait"],
         max_images=4,
         max_image_bytes=2**20,
         max_image_pixels=10**6,
@@ -299,7 +330,7 @@ FULL: tuple[Message, ...] = (
         speculation=v.Speculation(cycles=40, tokens=100, accepted=60),
     ),
     e.Failed(code="worker_crashed", message="SIGABRT", retryable=True, usage=_USAGE, timings=_TIMINGS),
-    e.StatsReply(models=[_STATUS], worker=_STATS, daemon={"uptime_s": 3.5}),
+    e.StatsReply(models=[_STATUS], worker=_STATS, daemon={"uptime_s": 3.5}, placement=_PLACEMENT),
     e.Heartbeat(steps=300, stats=_STATS, busy_since_s=0.5),
     e.Exiting(reason="asked to", exit_code=47),
     e.Unloaded(name="tiny", was_loaded=False),

@@ -51,6 +51,8 @@ MODES: Final = {
     "long_line": "writes a line of 1 MB to its log after N tokens and goes on (3)",
     "ignore_sigterm": "ignores SIGTERM and Shutdown",
     "balloon": "holds this many MiB once loaded (256)",
+    "swell": "after N tokens takes 4 MiB more every few ms for ever, and answers nobody (3)",
+    "fill": "after N tokens holds BULKHEAD_FAKE_FILL MiB and goes on (3)",
     "duplicate_done": "ends each request twice, with a snapshot between",
     "lost_request": "never answers a request, makes steps",
     "die_on": "SIGABRT on a prompt that contains this text (POISON)",
@@ -183,8 +185,6 @@ class FakeWorker:
         busy = now - self.last_step if self.live else None
         self.send(events.Heartbeat(self.steps, self.stats(now), busy))
 
-    # Commands.
-
     def receive(self) -> None:
         while True:
             try:
@@ -265,8 +265,6 @@ class FakeWorker:
         )
         self.send(events.Progress("prefill", 0, len(prompt)), request_id)
 
-    # Tokens.
-
     def step(self) -> None:
         """One token for each request that is due."""
         now = time.monotonic()
@@ -318,12 +316,15 @@ class FakeWorker:
         match self.mis.mode:
             case "hang":
                 self.frozen = True
-            case "abort":
-                die(-signal.SIGABRT)
-            case "segfault":
-                die(-signal.SIGSEGV)
-            case "kill":
-                die(-signal.SIGKILL)
+            case "abort" | "segfault" | "kill" as how:
+                die({"abort": -signal.SIGABRT, "segfault": -signal.SIGSEGV, "kill": -signal.SIGKILL}[how])
+            case "swell":
+                hoard: list[bytes] = []
+                while True:
+                    hoard.append(os.urandom(4096) * 1024)
+                    time.sleep(0.005)
+            case "fill":
+                self.balloon = os.urandom(4096) * (int(os.environ["BULKHEAD_FAKE_FILL"]) * 256)
             case "exit":
                 self.close(0)
             case "executor_died":
@@ -343,8 +344,6 @@ class FakeWorker:
             self.socket.send_multipart([os.urandom(17), os.urandom(number)])
             self.socket.send_multipart([bytes((0xEE,)) + some, b"\x80"])
             self.socket.send_multipart([os.urandom(3)] * (1 + number % 4))
-
-    # Ends.
 
     def leave(self, reason: str, code: WorkerExit, cancel: bool = True) -> NoReturn:
         for request_id in list(self.live) if cancel else ():

@@ -11,7 +11,7 @@ from mlx_bulkhead.protocol.events import AdaptersReply, Done, Failed
 from mlx_bulkhead.protocol.values import AdapterInfo, WorkerInfo
 from mlx_bulkhead.worker.engines.base import StepOut, TokenOut
 
-from .test_worker_service import A, B, Bench, Scripted, text_of
+from .test_worker_service import A, B, Bench, Scripted, keeper, text_of
 
 ADD = AddAdapter("m", "a", "/a")
 
@@ -88,6 +88,19 @@ def test_memory_that_ran_out_ends_the_worker() -> None:
     with pytest.raises(RuntimeError, match="Unable to allocate"):
         bench.service.serve()
     bench.sent()
+
+
+def test_one_without_room_is_refused_and_not_read(tmp_path: Path) -> None:
+    (tmp_path / "adapters.safetensors").write_bytes(bytes(1000))
+    engine = Adapting()
+    engine.on_add = lambda: pytest.fail("it was read")
+    engine.keeper = keeper(1000)
+    bench = Bench(engine)
+    bench.order(B, AddAdapter("m", "a", str(tmp_path)))
+    [failed] = bench.serve()[B]
+    assert isinstance(failed, Failed)
+    assert (failed.code, failed.retryable) == ("out_of_memory", True)
+    assert "adapter 'a' takes" in failed.message
 
 
 def test_one_that_a_waiting_request_names_is_not_dropped() -> None:

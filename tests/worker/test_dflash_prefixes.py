@@ -124,3 +124,19 @@ def test_a_folder_that_cannot_be_used_leaves_the_memory(tmp_path: Path) -> None:
         assert engine.speculation_stats().cache.disk_errors == 1
     finally:
         engine.close()
+
+
+def test_prefixes_count_in_the_workers_budget_and_give_way() -> None:
+    engine = open_pair("qwen3", cache_entries=4)
+    try:
+        serve(engine, "a", PROMPT)
+        engine.tend()
+        (holder,) = engine.keeper.holders  # the text engine keeps none here
+        kept = engine.speculation_stats().cache
+        assert len(holder) == kept.entries > 0
+        assert holder.nbytes == kept.bytes > 0
+        holder.drop_oldest()
+        assert len(holder) == holder.nbytes == 0
+        assert hit(serve(engine, "again", PROMPT)) == 0
+    finally:
+        engine.close()

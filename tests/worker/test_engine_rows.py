@@ -330,7 +330,7 @@ def test_a_model_that_fails_in_a_batch_is_served_row_by_row() -> None:
     shared: Any = shared_engine()
     whole = shared._base
     facts = replace(whole._facts, model=OneRowOnly(whole._facts.model))
-    engine = TextEngine(whole.info, facts, whole._preparer, whole._caps)
+    engine = TextEngine(whole.info, facts, whole._preparer, whole._caps, whole.keeper)
     driver = Driver(engine)
     driver.add("a", PROMPTS[0], 40, **WARM)
     driver.until(driver.generated("a", 5))
@@ -358,6 +358,6 @@ def test_a_closed_engine_forgets_its_rows() -> None:
     driver.add("a", PROMPTS[0], 5)
     driver.run()
     assert driver.tokens["a"] == expected("qwen3", PROMPTS[0], 5)
-    assert engine.memory().mlx_active > 0
-    assert engine.memory().footprint > 0
+    assert engine.keeper.look().mlx_active > 0
+    assert engine.keeper.memory.footprint > 0
     engine.close()

@@ -117,7 +117,22 @@ CASES: tuple[tuple[str, ...], ...] = (
 def test_greedy_tokens_are_those_of_the_library(family: str) -> None:
     found = [tuple(play(shared_vlm(family), ask(*case))[0]) for case in CASES]
     assert found == [expected(family, *case) for case in CASES]
-    assert len(set(found)) == len(CASES)  # every picture changes the answer
+    assert len(set(found)) >= len(CASES) - 1  # a random model may have the same to say about `red` and `dot`
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_right_pixels_reach_the_model(family: str) -> None:
+    """Its embeddings differ when the picture does, also in a few pixels, and are equal when it is copied."""
+    import mlx.core as mx
+
+    engine: Any = shared_vlm(family)
+    sight = engine._base._facts.sight
+    embeds = [
+        sight._look(engine.prepare(b"l" * 16, ask("What is this?", name)).row.media).embeds
+        for name in ("red", "red", "dot", "blue")
+    ]
+    assert mx.array_equal(embeds[0], embeds[1])
+    assert not any(mx.allclose(embeds[0], other).item() for other in embeds[2:])
 
 
 @pytest.mark.parametrize("family", BATCHED)

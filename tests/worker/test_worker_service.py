@@ -12,6 +12,7 @@ from mlx_bulkhead.protocol.exit_codes import WorkerExit
 from mlx_bulkhead.protocol.values import CacheStats, Limits, Memory, ToolCall, WorkerInfo
 from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, RowFailed, Sampling, Served, StepOut, TokenOut
 from mlx_bulkhead.worker.mailbox import Mailbox, Order
+from mlx_bulkhead.worker.memory.keeper import Keeper, Means
 from mlx_bulkhead.worker.progress import WorkerProgress
 from mlx_bulkhead.worker.service import Service
 from mlx_bulkhead.worker.text.channels import Piece
@@ -35,6 +36,11 @@ class Words:
         return [], ""
 
 
+def keeper(limit: int = 0, sample: Callable[[], Memory] = lambda: Memory(footprint=5)) -> Keeper:
+    """It can see, and has nothing to give back."""
+    return Keeper(limit, Load("m", "p"), Means(sample, lambda: None), None)
+
+
 class Scripted:
     """An engine whose steps are written down. A step may be a call, for what is to happen meanwhile."""
 
@@ -44,6 +50,7 @@ class Scripted:
         self.rows: list[bytes] = []
         self.removed: list[bytes] = []
         self.prefills = True
+        self.keeper = keeper()
         self.on_prepare: Callable[[], None] = lambda: None
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
@@ -53,7 +60,7 @@ class Scripted:
     def insert(self, row: Row) -> None:
         self.rows.append(row.request_id)
 
-    def remove(self, request_id: bytes) -> bool:
+    def remove(self, request_id: bytes, *, keep: bool = True) -> bool:
         self.removed.append(request_id)
         if request_id in self.rows:
             self.rows.remove(request_id)
@@ -69,6 +76,10 @@ class Scripted:
         return outs
 
     @property
+    def prefill_chunk(self) -> int:
+        return 2048
+
+    @property
     def busy(self) -> bool:
         return bool(self.rows)
 
@@ -80,9 +91,6 @@ class Scripted:
 
     def speculation_stats(self) -> None:
         return None
-
-    def memory(self) -> Memory:
-        return Memory(footprint=5)
 
     def cache_stats(self) -> CacheStats:
         return CacheStats(entries=3)

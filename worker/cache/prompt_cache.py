@@ -132,9 +132,19 @@ class PromptCache:
         self._entries[salt, tokens] = entry
         self._bytes += size
         while len(self._entries) > self._max_entries or self._bytes > self._max_bytes:
+            self.drop_oldest()
+        return entry
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all entries."""
+        return self._bytes
+
+    def drop_oldest(self) -> None:
+        """Let the entry go that was used longest ago, if there is any."""
+        if self._entries:
             self._drop(next(iter(self._entries.values())))
             self.evictions += 1
-        return entry
 
     def clear(self) -> None:
         """Let all entries go."""

@@ -88,6 +88,18 @@ class PrefixStore:
         """Do a little of what waits for the disk; gives whether there is more."""
         return self._disk is not None and self._disk.tend(late_only=busy)
 
+    def __len__(self) -> int:
+        return len(self._memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return self._memory.nbytes
+
+    def drop_oldest(self) -> None:
+        """Let the prefix in memory go that was used longest ago. On disk it stays."""
+        self._memory.drop_oldest()
+
     def stats(self) -> CacheStats:
         """Counts of both tiers."""
         stats, disk = self._memory.stats(), self._disk

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ...protocol.commands import Generate
 from ...protocol.errors import ErrorCode
-from ...protocol.values import CacheStats, Memory, Speculation, SpeculationStats, ToolCall, WorkerInfo
+from ...protocol.values import CacheStats, Speculation, SpeculationStats, ToolCall, WorkerInfo
+from ..memory.keeper import Keeper
 from ..text.channels import Piece
 
 Report = Callable[[str, int, int], None]
@@ -162,6 +163,13 @@ class Engine(Protocol):
     """A loaded model that decodes rows."""
 
     info: WorkerInfo
+    keeper: Keeper
+    """Watches the memory of the process; its rungs reach what the engine keeps."""
+
+    @property
+    def prefill_chunk(self) -> int:
+        """Tokens that its prefill processes at once, at most."""
+        ...
 
     def prepare(self, request_id: bytes, request: Generate) -> Prepared:
         """Render, tokenise and check against the model. Raises `Refused`. Starts nothing."""
@@ -171,8 +179,8 @@ class Engine(Protocol):
         """Take a row; its prefill starts with a later `step`. The caller keeps to `limits.max_running`."""
         ...
 
-    def remove(self, request_id: bytes) -> bool:
-        """Drop a row in any phase; False when it is not here."""
+    def remove(self, request_id: bytes, *, keep: bool = True) -> bool:
+        """Drop a row in any phase; False when it is not here. What it has computed may be kept, or not at all."""
         ...
 
     def step(self) -> list[StepOut]:
@@ -190,10 +198,6 @@ class Engine(Protocol):
 
     def served(self, request_id: bytes) -> Served:
         """Which engine serves, or last served, a row, and why."""
-        ...
-
-    def memory(self) -> Memory:
-        """MLX's allocator figures and the process footprint, in bytes."""
         ...
 
     def cache_stats(self) -> CacheStats:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from mlx_lm.generate import BatchGenerator
+from mlx_lm.generate import BatchGenerator, generation_stream
 from mlx_lm.models.cache import CacheList, KVCache, trim_prompt_cache
 
 from ..memory.caps import Caps
@@ -54,7 +54,7 @@ class Batch:
             completion_batch_size=max_running,
             prefill_batch_size=max_running,  # rows that decode already come this way too; prompts wait for `room`
         )
-        caps.reassert()  # the generator has just raised the wired limit
+        caps.reassert(generation_stream)  # the generator has just raised the wired limit
         self._rows: dict[int, Live] = {}
         Decoding.take_over(self._generator, self._rows)
         self._prefilling: dict[int, int] = {}  # uid → tokens already in the row's cache when it came

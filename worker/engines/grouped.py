@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 import msgspec
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats, Memory, SpeculationStats
+from ...protocol.values import CacheStats, SpeculationStats
 from .adapters import Adapters
 from .base import Prepared, Row, Served, StepOut
 from .prepare import Preparer
@@ -44,6 +44,7 @@ class Groups:
         self._adapters = adapters
         self._base = base
         self.info = self._base.info
+        self.keeper = base.keeper
         # Whose turn is next goes first.
         self._engines: OrderedDict[str, TextEngine | Speculating] = OrderedDict({"": base})
         self._where: OrderedDict[bytes, str] = OrderedDict()
@@ -66,8 +67,12 @@ class Groups:
             self._where.popitem(last=False)
         engine.insert(row)
 
-    def remove(self, request_id: bytes) -> bool:
-        return any(engine.remove(request_id) for engine in self._engines.values())
+    @property
+    def prefill_chunk(self) -> int:
+        return self._base.prefill_chunk
+
+    def remove(self, request_id: bytes, *, keep: bool = True) -> bool:
+        return any(engine.remove(request_id, keep=keep) for engine in self._engines.values())
 
     def step(self) -> list[StepOut]:
         if len(self._engines) == 1:  # the base model's, which is in force
@@ -92,9 +97,6 @@ class Groups:
     def served(self, request_id: bytes) -> Served:
         engine = self._engines.get(self._where.get(request_id, ""), self._base)
         return engine.served(request_id)
-
-    def memory(self) -> Memory:
-        return self._base.memory()
 
     def cache_stats(self) -> CacheStats:
         return self._base.cache_stats()

@@ -10,6 +10,7 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import logging
+import math
 import os
 import platform
 import sys
@@ -17,14 +18,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...protocol.commands import Load
 from ...protocol.errors import ErrorCode
 from ...protocol.values import Limits, WorkerInfo
+from ..faults import is_out_of_memory
 from ..model_check import check_model, read_config, read_generation_config, resolve_model, weight_bytes
 from .base import Engine, LoadProblem, Report
 from .reasons import short
+
+if TYPE_CHECKING:
+    from ..memory.caps import Caps
 
 _log = logging.getLogger(__name__)
 _PACKAGES = ("mlx", "mlx-lm", "mlx-vlm", "dflash-mlx", "transformers", "llguidance")
@@ -44,6 +49,9 @@ def open_engine(load: Load, report: Report) -> Engine:
     elif load.draft is None or resolve_model(load.draft.model) is not None:
         # Read when the library is imported; without it a local tokenizer may still ask the hub.
         os.environ["HF_HUB_OFFLINE"] = "1"
+    if load.draft is not None:
+        # On CUDA a plan is made for each length of the KV cache, and blocks meet new lengths all the time.
+        os.environ.setdefault("MLX_CUDA_USE_CUDNN_SDPA", "0")
     report("checking", 0, 0)
     check_model(path)
     report("importing", 0, 0)
@@ -56,7 +64,9 @@ def open_engine(load: Load, report: Report) -> Engine:
 
 def _open(load: Load, path: Path, report: Report, began: float, import_seconds: float) -> Engine:
     from ..cache.store import make_store
-    from ..memory.caps import apply_caps, measure
+    from ..memory.caps import apply_caps
+    from ..memory.device import measure
+    from ..memory.watch import make_keeper
     from ..text.templates import describe
     from .adapters import Adapters
     from .batch import can_batch
@@ -87,16 +97,18 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     memory_before = measure()
     report("tokenizer", 0, 0)
     tokenizer = _load_tokenizer(path, load)  # first, since it fails sooner than a large model loads
-    sight = None
+    sight, weights = None, 0
     if seeing:
         try:
-            sight = load_vision(path, load, report)
+            sight, weights = load_vision(path, load, lambda model: _settle(path, model, report, caps))
         except LoadProblem as problem:
-            if not _is_text(path, config, load):
+            if problem.code is ErrorCode.OUT_OF_MEMORY or not _is_text(path, config, load):
                 raise
             blind = problem.message
             _log.warning("text only, since %s", blind)
-    model = sight or _load_weights(path, load.trust_remote_code, report)
+    model: Any = sight
+    if sight is None:
+        model, weights = _load_weights(path, load.trust_remote_code, report, caps)
     generation = read_generation_config(path)
     caches = KVCaches(model, load)
     vocabulary, filled = _warm_up(path, model, caches.make)
@@ -117,6 +129,8 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
     opened = open_draft(load, facts, config, caps.backend, report, lambda name: download(name, report))
+    keeper = make_keeper(load, caps, model, kept(), filled, store)
+    lines, dims = keeper.lines, keeper.dims
     info = WorkerInfo(
         engine="text" if sight is None else "vision",
         model_type=config["model_type"],
@@ -135,12 +149,17 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
             wired_bytes=caps.wired,
             cache_bytes=caps.cache,
             enforced_by=caps.enforced_by,
+            soft_bytes=lines.soft if lines else 0,
+            hard_bytes=lines.hard if lines else 0,
+            unsupported=list(caps.unsupported),
         ),
         template=describe(tokenizer, load.chat_template is not None),
         versions=versions,
         kv_cache=caches.info,
         adapters=adapters.infos,
         speculation=opened.info if opened is not None else None,
+        weight_bytes=weights,
+        kv_token_bytes=math.ceil(dims.token_bytes) if dims else 0,
     )
     limit = info.limits.context_tokens
     preparer = (
@@ -150,7 +169,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
     )
 
     def make() -> TextEngine:
-        engine = TextEngine(info, facts, preparer, caps, store)
+        engine = TextEngine(info, facts, preparer, caps, keeper, store)
         if opened is not None:
             engine.plain_because = opened.info.reason or WITH_ADAPTER
         return engine
@@ -196,33 +215,58 @@ def _is_text(path: Path, config: dict[str, Any], load: Load) -> bool:
     return True
 
 
-def _load_weights(path: Path, trust_remote_code: bool, report: Report) -> Any:
-    """The model with all weights in memory, evaluated in groups so that a slow load shows movement."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
+def _load_weights(path: Path, trust_remote_code: bool, report: Report, caps: Caps) -> tuple[Any, int]:
+    """The model with all weights in memory, and their bytes."""
     from mlx_lm.utils import load_model
 
-    total = weight_bytes(path)
-    report("weights", 0, total)
     try:
         model, _ = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
-        done, size, group = 0, 0, []
-        flat: Any = tree_flatten(model.parameters())
-        for _, value in flat:
-            group.append(value)
-            size += value.nbytes
-            if size >= _GROUP_BYTES:
-                mx.eval(group)
-                done, size, group = done + size, 0, []
-                # Loading may convert weights, so their sizes in memory and on disk can differ.
-                report("weights", min(done, total), total)
-        mx.eval(group, model.parameters())
+        return model, _settle(path, model, report, caps)
     except LoadProblem:
         raise
     except Exception as error:
-        raise LoadProblem(f"cannot load the weights in {path}: {short(error)}") from error
+        code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.LOAD_FAILED
+        raise LoadProblem(f"cannot load the weights in {path}: {short(error)}", code) from error
+
+
+def _settle(path: Path, model: Any, report: Report, caps: Caps) -> int:
+    """Bring all weights into memory; gives their bytes. Evaluated in groups: a slow load shows that it moves."""
+    import mlx.core as mx
+    from mlx.utils import tree_flatten
+
+    total = weight_bytes(path)
+    report("weights", 0, total)
+    done, size, group = 0, 0, []
+    flat: Any = tree_flatten(model.parameters())
+    for _, value in flat:
+        group.append(value)
+        size += value.nbytes
+        if size >= _GROUP_BYTES:
+            mx.eval(group)
+            done, size, group = done + size, 0, []
+            _check_room(path, caps)
+            # Loading may convert weights, so their sizes in memory and on disk can differ.
+            report("weights", min(done, total), total)
+    mx.eval(group, model.parameters())
+    _check_room(path, caps)
     report("weights", total, total)
-    return model
+    return done + size
+
+
+def _check_room(path: Path, caps: Caps) -> None:
+    """Raises `LoadProblem` when the model does not fit into the worker's own limit."""
+    from ..memory.device import measure
+
+    used = measure()
+    size = max(used.mlx_active, used.footprint)
+    if not caps.memory or size <= caps.memory:
+        return
+    raise LoadProblem(
+        f"the weights in {path} do not fit: {size / 2**20:,.1f} MiB are in use, {used.mlx_active / 2**20:,.1f} MiB "
+        f"of them by MLX, and the memory limit is {caps.memory / 2**20:,.1f} MiB; load the model with a larger "
+        "memory_limit, or one that is smaller or quantised to fewer bits",
+        ErrorCode.OUT_OF_MEMORY,
+    )
 
 
 def _load_tokenizer(path: Path, load: Load) -> Any:

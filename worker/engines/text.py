@@ -18,15 +18,16 @@ import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
 from ...protocol.commands import Generate
-from ...protocol.values import CacheStats, Memory, SpeculationStats, WorkerInfo
+from ...protocol.values import CacheStats, SpeculationStats, WorkerInfo
 from ..cache.store import PrefixStore
-from ..memory.caps import Caps, measure
+from ..memory.caps import Caps
+from ..memory.keeper import Keeper
 from .adapter_files import pick_adapter
 from .base import Prepared, Row, RowFailed, Served, StepOut, TokenOut
 from .batch import Batch, can_part
 from .live import Facts, Live
 from .prepare import Preparer
-from .schedule import chunk_size, smooth
+from .schedule import MAX_ALONE_CHUNK, chunk_size, smooth
 from .solo import Solo
 
 _log = logging.getLogger(__name__)
@@ -45,9 +46,16 @@ class TextEngine:
     """Implements `base.Engine` for the rows of one adapter, or of none; `grouped` has the adapters."""
 
     def __init__(
-        self, info: WorkerInfo, facts: Facts, preparer: Preparer, caps: Caps, store: PrefixStore | None = None
+        self,
+        info: WorkerInfo,
+        facts: Facts,
+        preparer: Preparer,
+        caps: Caps,
+        keeper: Keeper,
+        store: PrefixStore | None = None,
     ) -> None:
         self.info = info
+        self.keeper = keeper
         self._facts = facts
         self._caps = caps
         self._store = store
@@ -94,10 +102,16 @@ class TextEngine:
         else:
             self._waiting.append(live)
 
-    def remove(self, request_id: bytes) -> bool:
+    @property
+    def prefill_chunk(self) -> int:
+        # While rows decode the chunks are shorter, but those may end at any step.
+        return MAX_ALONE_CHUNK
+
+    def remove(self, request_id: bytes, *, keep: bool = True) -> bool:
         live = self._rows.pop(request_id, None)
         if live is None:
             return False
+        live.caching = live.caching and keep
         if self._solo.live is live:
             self._solo.drop()
             self._keep(live, live.cache, live.cached, False, True)
@@ -145,9 +159,6 @@ class TextEngine:
     def served(self, request_id: bytes) -> Served:
         return Served(self._served.get(request_id, self.info.engine), self.plain_because)
 
-    def memory(self) -> Memory:
-        return measure()
-
     def cache_stats(self) -> CacheStats:
         return CacheStats() if self._store is None else self._store.stats()
 
@@ -177,6 +188,7 @@ class TextEngine:
             self._store = None
         mx.synchronize(generation_stream)
         mx.clear_cache()
+        self._caps.release()
 
     def _place(self) -> list[StepOut]:
         """Give waiting rows a place; a solo row gives up its own if that is in the batch."""

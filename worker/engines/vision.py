@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...protocol.commands import Load
 from ...protocol.errors import ErrorCode
-from ..model_check import read_header, weight_bytes
-from .base import LoadProblem, Report
+from ..faults import is_out_of_memory
+from ..model_check import read_header
+from .base import LoadProblem
 from .reasons import short
 
 _log = logging.getLogger(__name__)
 _CONFIGS = ("vision_config", "vision_tower", "mm_vision_tower", "vision_tower_config")
 _WEIGHTS = ("vision", "visual", "image", "vit.", "siglip")
-_GROUP_BYTES = 256 * 1024 * 1024
-"""Weights evaluated between two progress reports."""
 
 
 def is_vision(path: Path, config: dict[str, Any]) -> bool:
@@ -62,33 +62,24 @@ def check_options(load: Load) -> None:
             )
 
 
-def load_vision(path: Path, load: Load, report: Report) -> Any:
-    """The model's `Sight`, all weights in memory. Raises `LoadProblem`."""
-    import mlx.core as mx
-    from mlx.utils import tree_flatten
+def load_vision(path: Path, load: Load, settle: Callable[[Any], int]) -> tuple[Any, int]:
+    """The model's `Sight`, and the bytes of its weights. Raises `LoadProblem`.
 
-    total = weight_bytes(path)
-    report("weights", 0, total)
+    settle: brings the weights into memory, and gives their bytes.
+    """
     try:
         from mlx_vlm.utils import load_image_processor, load_model, load_processor
 
         from .sight import Sight
 
         model: Any = load_model(path, lazy=True, trust_remote_code=load.trust_remote_code)
-        done, size, group = 0, 0, []
-        flat: Any = tree_flatten(model.parameters())
-        for _, value in flat:
-            group.append(value)
-            size += value.nbytes
-            if size >= _GROUP_BYTES:
-                mx.eval(group)
-                done, size, group = done + size, 0, []
-                report("weights", min(done, total), total)
-        mx.eval(group, model.parameters())
+        size = settle(model)
         model.eval()
+    except LoadProblem:
+        raise
     except Exception as error:
-        raise LoadProblem(f"cannot load the weights in {path} with mlx-vlm: {short(error)}") from error
-    report("weights", total, total)
+        code = ErrorCode.OUT_OF_MEMORY if is_out_of_memory(error) else ErrorCode.LOAD_FAILED
+        raise LoadProblem(f"cannot load the weights in {path} with mlx-vlm: {short(error)}", code) from error
     try:
         processor: Any = load_processor(path, False, eos_token_ids=None, trust_remote_code=load.trust_remote_code)
         own = load_image_processor(path, trust_remote_code=load.trust_remote_code)
@@ -106,7 +97,7 @@ def load_vision(path: Path, load: Load, report: Report) -> Any:
             f"mlx-vlm's {model.config.model_type} in {path} takes a prompt only as a whole, and this engine in parts",
             ErrorCode.UNSUPPORTED,
         )
-    return sight
+    return sight, size
 
 
 def vision_preparer(

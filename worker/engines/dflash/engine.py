@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ....protocol.commands import Generate
-from ....protocol.values import CacheStats, Memory, Speculation, SpeculationStats
+from ....protocol.values import CacheStats, Speculation, SpeculationStats
 from ...faults import is_out_of_memory, say
 from ..base import Prepared, Row, Served, StepOut, TokenOut
 from ..live import Facts, Live
@@ -48,6 +48,9 @@ class Speculating:
         self._gain = gain
         self._prefixes = prefixes
         self.info = text.info
+        self.keeper = text.keeper
+        if prefixes is not None:
+            self.keeper.holders.append(prefixes)
         self._waiting: deque[Row] = deque()
         self._run: Run | None = None
         self._ended: Run | None = None  # its row is over; the library may still keep a prefix
@@ -75,7 +78,11 @@ class Speculating:
     def insert(self, row: Row) -> None:
         self._waiting.append(row)
 
-    def remove(self, request_id: bytes) -> bool:
+    @property
+    def prefill_chunk(self) -> int:
+        return self._text.prefill_chunk
+
+    def remove(self, request_id: bytes, *, keep: bool = True) -> bool:
         if self._run is not None and self._run.request_id == request_id:
             self._leave(self._run)
             self._run.close()
@@ -85,7 +92,7 @@ class Speculating:
             if row.request_id == request_id:
                 self._waiting.remove(row)
                 return True
-        return self._text.remove(request_id)
+        return self._text.remove(request_id, keep=keep)
 
     def step(self) -> list[StepOut]:
         self._settle()
@@ -120,9 +127,6 @@ class Speculating:
         if not story.reason:
             return Served("dflash", "", speculation)
         return Served(self._text.served(request_id).engine, story.reason, speculation)
-
-    def memory(self) -> Memory:
-        return self._text.memory()
 
     def cache_stats(self) -> CacheStats:
         return self._text.cache_stats()

@@ -56,6 +56,7 @@ class Prefixes:
             cross_kind_prune=False,  # else the same prompt again finds nothing once it has an answer
         )
         self._disk = self._open(folder, settings.disk_bytes) if folder is not None else None
+        self._memory = memory
         self._manager = RuntimeCacheManager(PrefixSnapshotStore(l1=memory, l2=self._disk))
 
     def _open(self, folder: Path, most: int) -> DFlashPrefixL2Cache | None:
@@ -83,6 +84,18 @@ class Prefixes:
             key=key, draft_model=self._pair.draft, draft_sink_size=settings.sink, draft_window_size=settings.window
         )
         return Found(snapshot, SnapshotService(cache_manager=self._manager, builder=builder), stable)
+
+    def __len__(self) -> int:
+        return int(self._memory.stats()["current_entries"])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return int(self._memory.stats()["current_bytes"])
+
+    def drop_oldest(self) -> None:
+        """Let go of what is in memory: the library knows no way to drop one alone."""
+        self._memory.clear()
 
     def stats(self) -> CacheStats:
         """Counts of both tiers, in the words of the prompt cache."""
