@@ -8,7 +8,7 @@ from mlx_bulkhead.protocol.errors import ErrorCode
 from mlx_bulkhead.protocol.events import Done, Failed, Progress, Snapshot
 from mlx_bulkhead.protocol.values import ToolCall
 from mlx_bulkhead.worker.emitter import PROGRESS_PAUSE_S, SNAPSHOT_PAUSE_S, Emitter
-from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling, TokenOut
+from mlx_bulkhead.worker.engines.base import PrefillOut, Prepared, Row, Sampling, Served, TokenOut
 from mlx_bulkhead.worker.faults import is_out_of_memory
 from mlx_bulkhead.worker.mailbox import Mailbox
 from mlx_bulkhead.worker.progress import Observer, WorkerProgress
@@ -186,7 +186,7 @@ def test_ends_are_counted_by_kind() -> None:
         request, _ = prepared([], 0)
         request.inserted_at = 11.0
         request.take(TokenOut(b"", 0, None), 11.0)
-        emits.done(request, reason, "text", 12.0)  # pyright: ignore[reportArgumentType]
+        emits.done(request, reason, Served("text"), 12.0)  # pyright: ignore[reportArgumentType]
     emits.failed(b"a" * 16, ErrorCode.INTERNAL, "planted")
     mailbox.close()
     counts = progress.requests_done, progress.requests_cancelled, progress.requests_failed
