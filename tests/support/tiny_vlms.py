@@ -147,6 +147,7 @@ def make_tiny_vlm(
 
 
 def _config(family: str, text: dict[str, Any], tokenizer: Any, image: int) -> dict[str, Any]:
+    text = {**text, "tie_word_embeddings": family in _TIED}
     siglip = {
         "model_type": "siglip_vision_model",
         "hidden_size": 64,

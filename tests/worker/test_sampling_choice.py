@@ -77,7 +77,7 @@ def test_ends_and_new_lines_are_spared(drive: Driver) -> None:
     whole: Any = shared_engine()
     tokenizer = library()[1]
     newline = tokenizer.encode("\n", add_special_tokens=False)
-    assert set(whole._facts.spared) == {*tokenizer.eos_token_ids, *newline}
+    assert set(whole._base._facts.spared) == {*tokenizer.eos_token_ids, *newline}
     [eos] = tokenizer.eos_token_ids
     options = {**XTC, "xtc_probability": 1.0, "logit_bias": {eos: 60.0, 400: 59.0}}
     assert alone(PROMPTS[0], 3, **options)[-1] in (eos, 400)

@@ -102,13 +102,3 @@ def test_an_adapter_at_run_time_is_refused() -> None:
     with pytest.raises(LoadProblem, match="a vision model takes none") as caught:
         shared_vlm().add_adapter("a", Path("/a"))
     assert caught.value.code is ErrorCode.UNSUPPORTED
-
-
-def test_with_a_draft_it_is_a_text_model() -> None:
-    """One that has eyes and a draft decodes speculatively; pictures are refused with the reason."""
-    from mlx_bulkhead.protocol.values import Draft
-    from mlx_bulkhead.worker.engines.vision import why_blind
-
-    load = Load("tiny", "/m", draft=Draft("/d"))
-    assert "draft" in why_blind(load)
-    assert why_blind(Load("tiny", "/m")) == ""

@@ -183,7 +183,7 @@ os._exit = leaving
         worker.shutdown()
         assert worker.wait_exit() == 0
         used = worker.log().partition("USED ")[2].split()
-        assert {"prepare", "insert", "step", "memory", "close"} <= set(used)
+        assert {"prepare", "insert", "step", "keeper", "close"} <= set(used)
 
 
 def test_the_log_tells_no_prompt(short_tmp: Path, tiny_model: Path) -> None:

@@ -128,7 +128,7 @@ def _open(load: Load, path: Path, report: Report, began: float, import_seconds: 
         sight=sight,
         banned=tuple(sorted(t for t in _ids(generation, "suppress_tokens") if 0 <= t < vocabulary)),
     )
-    opened = open_draft(load, facts, config, caps.backend, report, lambda name: download(name, report))
+    opened = open_draft(load, path, facts, config, caps.backend, report, lambda name: download(name, report))
     keeper = make_keeper(load, caps, model, kept(), filled, store)
     lines, dims = keeper.lines, keeper.dims
     info = WorkerInfo(

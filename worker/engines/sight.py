@@ -78,6 +78,11 @@ class Sight:
         own.append(getattr(processor, "image_token_id", None))
         self.image_tokens = frozenset(token for token in own if isinstance(token, int))
 
+    @property
+    def language(self) -> Any:
+        """mlx-vlm's language model."""
+        return self._language
+
     # What mlx-lm asks of a model.
 
     @property

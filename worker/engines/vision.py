@@ -42,9 +42,7 @@ def is_vision(path: Path, config: dict[str, Any]) -> bool:
 
 def why_blind(load: Load) -> str:
     """Why a vision model that mlx-lm can serve as well is to be a text model; empty if it is not."""
-    if load.max_images == 0:
-        return "max_images is 0"
-    return "it is loaded with a draft; load it without one for images" if load.draft is not None else ""
+    return "max_images is 0" if load.max_images == 0 else ""
 
 
 def check_options(load: Load) -> None:
@@ -53,7 +51,6 @@ def check_options(load: Load) -> None:
         ("kv_bits", load.kv_bits is not None),
         ("max_kv_size", load.max_kv_size is not None),
         ("adapters", bool(load.adapters)),
-        ("draft", load.draft is not None),
     ):
         if given:
             raise LoadProblem(

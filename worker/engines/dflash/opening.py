@@ -35,18 +35,24 @@ class Opened:
 
 
 def open_draft(
-    load: Load, facts: Facts, config: dict[str, Any], backend: str, report: Report, fetch: Callable[[str], Path]
+    load: Load,
+    directory: Path,
+    facts: Facts,
+    config: dict[str, Any],
+    backend: str,
+    report: Report,
+    fetch: Callable[[str], Path],
 ) -> Opened | None:
-    """The draft of a load for its loaded model; None if it has none. Raises `LoadProblem` where it is required.
+    """The draft of a load for its model, loaded from `directory`; None if it has none.
 
-    `fetch` gives the directory of a Hugging Face id.
+    Raises `LoadProblem` where it is required. `fetch` gives the directory of a Hugging Face id.
     """
     settings = load.draft
     if settings is None:
         return None
     report("draft", 0, 0)
     try:
-        return _open(load, settings, facts, config, backend, fetch)
+        return _open(load, directory, settings, facts, config, backend, fetch)
     except Unfit as unfit:
         if settings.required:
             raise LoadProblem(f"the draft is required: {unfit}") from unfit
@@ -55,7 +61,13 @@ def open_draft(
 
 
 def _open(
-    load: Load, settings: Draft, facts: Facts, config: dict[str, Any], backend: str, fetch: Callable[[str], Path]
+    load: Load,
+    directory: Path,
+    settings: Draft,
+    facts: Facts,
+    config: dict[str, Any],
+    backend: str,
+    fetch: Callable[[str], Path],
 ) -> Opened:
     for option in ("kv_bits", "max_kv_size"):
         if getattr(load, option) is not None:
@@ -65,6 +77,7 @@ def _open(
     try:
         from .pair import load_pair
         from .trial import try_pair
+        from .twin import text_twin
     except Exception as error:
         raise Unfit(f"dflash-mlx cannot be used: {short(error)}") from error
     name, quant = _choose(load.model, settings)
@@ -74,7 +87,10 @@ def _open(
             path = fetch(name)
         except LoadProblem as problem:
             raise Unfit(f"the draft cannot be loaded: {problem.message}") from problem
-    pair = load_pair(settings, path, facts, config, backend, quant)
+    target = facts.model
+    if facts.sight is not None:
+        target = text_twin(directory, facts.sight.language, load.trust_remote_code)
+    pair = load_pair(settings, path, facts, target, config, backend, quant)
     gain = try_pair(pair)
     cost = gain.cycle_seconds / gain.plain_seconds if gain.cycle_seconds and gain.plain_seconds else 0.0
     info = SpeculationInfo(

@@ -33,6 +33,9 @@ class Pair:
     """What runs share. The hooks are off."""
 
     facts: Facts
+    """Of the model that serves."""
+    target: Any
+    """That model, or what mlx-lm has for the text of it, over the same weights."""
     files: DraftFiles
     settings: Draft
     ops: Any
@@ -91,28 +94,28 @@ class _NoCopies(CopySpecIndex):
         pass
 
 
-def load_pair(settings: Draft, path: Path, facts: Facts, config: dict[str, Any], backend: str, quant: str) -> Pair:
+def load_pair(
+    settings: Draft, path: Path, facts: Facts, target: Any, config: dict[str, Any], backend: str, quant: str
+) -> Pair:
     """The draft in `path` for a loaded model. Raises `Unfit`; the model is then as before."""
     check_target(config)
     check_quant(quant)
     files = check_draft(path, config)
     try:
-        ops = _operations(facts.model)
+        ops = _operations(target)
     except NotImplementedError as error:
         raise Unfit(f"DFlash does not know this model: {short(error)}") from error
     try:
         draft, _ = load_draft_bundle(path, lazy=True, draft_quant=None if quant == "none" else quant or None)
         dtype = _cast(draft, settings.dtype, backend, quantised=quant not in ("", "none"))
         mx.eval(draft.parameters())
-        bind_draft_to_target(draft, facts.model, target_ops=ops)
+        bind_draft_to_target(draft, target, target_ops=ops)
     except Exception as error:
         raise Unfit(f"the draft in {path} cannot be loaded: {short(error)}") from error
-    hooks = Hooks(
-        facts.model, lambda: _install(ops, facts.model, settings.verify_mode, backend), exact=backend != "metal"
-    )
+    hooks = Hooks(target, lambda: _install(ops, target, settings.verify_mode, backend), exact=backend != "metal")
     size = sum(value.nbytes for _, value in _flat(draft.parameters()))
-    family = ops.family(facts.model)
-    return Pair(facts, files, settings, ops, draft, EagerDraftBackend(), hooks, family, dtype, quant, size)
+    family = ops.family(target)
+    return Pair(facts, target, files, settings, ops, draft, EagerDraftBackend(), hooks, family, dtype, quant, size)
 
 
 def _operations(model: Any) -> Any:

@@ -18,6 +18,8 @@ def ineligible(row: Row, max_ctx: int | None) -> str:
     sampling = row.sampling
     if row.speculative == "off":
         return "speculation is off for this request"
+    if row.media is not None:
+        return "the request has pictures"
     if sampling.temperature > 0:
         return "the request is sampled"
     if sampling.repetition_penalty != 1.0 or sampling.presence_penalty or sampling.frequency_penalty:

@@ -35,7 +35,7 @@ class Run:
         self._keeps = found is not None
         self._whole = False  # whether the row's last token is the last that was computed
         self._events: Any = stream_dflash_generate(
-            target_model=pair.facts.model,
+            target_model=pair.target,
             target_ops=self._watch,  # pyright: ignore[reportArgumentType]
             draft_model=pair.draft,
             draft_backend=pair.backend,
@@ -138,10 +138,11 @@ class Run:
 
 def _plain(layers: list[Any], empty: list[Any]) -> list[Any] | None:
     """The library's caches as the model's own; None where they cannot be."""
-    if len(layers) != len(empty):
+    if not layers or len(layers) > len(empty):
         return None
+    # What a vision model has beyond its layers is the shift of positions by pictures: none for a text.
     plain: list[Any] = []
-    for layer, own in zip(layers, empty, strict=True):
+    for layer, own in zip(layers, empty[: len(layers)], strict=True):
         if isinstance(layer, RecurrentRollbackCache):
             own.cache = list(layer.cache)
             plain.append(own)
@@ -149,7 +150,7 @@ def _plain(layers: list[Any], empty: list[Any]) -> list[Any] | None:
             plain.append(layer)
         else:
             return None
-    return plain
+    return [*plain, *empty[len(layers) :]]
 
 
 def _likeliest(logits: mx.array, banned: tuple[int, ...]) -> int:
