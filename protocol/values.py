@@ -381,6 +381,8 @@ class PlaceInfo(Value, frozen=True):
     busy: bool = False
     idle_s: float | None = None
     waiting_s: float | None = None
+    group: str = ""
+    """What bounds it beside the budget, if anything: a key of `PlacementInfo.groups`."""
 
 
 class PlacementInfo(Value, frozen=True):
@@ -397,3 +399,5 @@ class PlacementInfo(Value, frozen=True):
     """The model that would make room next. Empty: none may."""
     decisions: list[str] = []
     """The last ones, oldest first, with their reasons."""
+    groups: dict[str, int] = {}
+    """Group → workers of it at once."""
