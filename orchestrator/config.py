@@ -18,7 +18,7 @@ from ..protocol import checks, limits
 from ..protocol.commands import Generate, Load
 from ..protocol.errors import BadRequest
 from ..protocol.values import Draft
-from .memory_config import MemoryConfig, check_ranges
+from .memory_config import GroupConfig, MemoryConfig, Wish, check_ranges
 from .options import LOAD_OPTIONS, LoadOptions, closest, local_path, make_load
 from .policy.lifecycle_values import Budgets
 from .policy.restart import RestartPolicy
@@ -120,6 +120,13 @@ class ModelConfig(msgspec.Struct, frozen=True):
     """Once loaded it never makes room for another, nor leaves because it is idle."""
     ttl_s: float | None = None
     """Idle seconds after which it is unloaded. None: `memory.ttl_s`."""
+    group: str = ""
+    """One of `memory.groups`, which bounds how many of them are loaded at once."""
+
+    @property
+    def wish(self) -> Wish:
+        """What it asks of placement."""
+        return Wish(self.ttl_s, self.pin, self.preload, self.group)
 
     def load(self, name: str) -> Load:
         """The command that loads it. Raises `BadRequest`."""
@@ -237,7 +244,7 @@ def _check_ranges(config: Config) -> None:
         value = getattr(config.restart, key)
         if not low <= value <= high:  # false for NaN too
             raise ConfigError(f"restart.{key} is {value}: it must be {low:g} to {high:g}")
-    if words := check_ranges(config.memory, {name: (one.ttl_s, one.pin) for name, one in config.models.items()}):
+    if words := check_ranges(config.memory, {name: one.wish for name, one in config.models.items()}):
         raise ConfigError(words)
     for name, model in config.models.items():
         try:
@@ -269,10 +276,11 @@ def _struct(cls: type[_S], table: object, where: str) -> _S:
 def _value(kind: Any, value: object, path: str) -> Any:
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
         return _struct(kind, value, path)
-    if kind == dict[str, ModelConfig]:
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{path} is {value!r}: it must hold tables, [models.NAME]")
-        return {name: _struct(ModelConfig, table, _path(path, name)) for name, table in value.items()}
+    for tables in (ModelConfig, GroupConfig):
+        if kind == dict[str, tables]:
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{path} is {value!r}: it must hold tables, [{path}.NAME]")
+            return {name: _struct(tables, table, _path(path, name)) for name, table in value.items()}
     if kind == dict[str, str] and isinstance(value, Mapping):
         return {key: _value(str, item, _path(path, key)) for key, item in value.items()}
     if kind == Path | None and isinstance(value, str) and value:

@@ -130,7 +130,7 @@ class Crew:
         )
         if reason is None or not self._handover.possible:
             return False
-        if self.lacks_room() is None and not self._host.placement.budgeted:
+        if self.lacks_room() is None and not self._host.placement.counts(self._name):
             self._handover.begin(load, reason)
             return False
         return self.drain(reason)

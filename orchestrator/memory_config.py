@@ -8,17 +8,34 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 import msgspec
 
 from ..protocol.commands import Load
 from ..protocol.limits import MIB
+from .options import closest
 from .policy.ladder import Lines
-from .policy.placement import size
+from .policy.placement import bounds, size
 from .policy.placement_values import Rules
 
 MAX_S: Final = 31_536_000.0
+
+
+class GroupConfig(msgspec.Struct, frozen=True):
+    """`[memory.groups.NAME]`: models that name it as their `group`."""
+
+    max_loaded: int
+    """Workers of the group at once."""
+
+
+class Wish(NamedTuple):
+    """What a configured model asks of placement, as far as the file tells."""
+
+    ttl_s: float | None = None
+    pin: bool = False
+    preload: bool = False
+    group: str = ""
 
 
 class MemoryConfig(msgspec.Struct, frozen=True):
@@ -44,16 +61,22 @@ class MemoryConfig(msgspec.Struct, frozen=True):
     """Share of its cap at which a worker is drained and replaced. 0: off."""
     kill_at: float = 1.0
     """Share of its cap over which a worker is killed. 0: off."""
+    groups: dict[str, GroupConfig] = {}
+    """Bounds for some of the models, by name."""
 
     def active(self, ttls: Iterable[float | None]) -> bool:
         """Whether there is anything to place. `ttls`: of the models."""
-        return any(x is not None for x in (self.budget, self.max_loaded, self.ttl_s, *ttls))
+        return bool(self.groups) or any(x is not None for x in (self.budget, self.max_loaded, self.ttl_s, *ttls))
 
     def rules(self, usable: int) -> Rules:
         """For the decider. `usable`: bytes that models can have on this machine."""
         budget = usable if self.budget == "auto" else self.budget
         return Rules(
-            budget=budget, max_loaded=self.max_loaded, min_residency_s=self.min_residency_s, queue_s=self.queue_s
+            budget=budget,
+            max_loaded=self.max_loaded,
+            min_residency_s=self.min_residency_s,
+            queue_s=self.queue_s,
+            groups={name: group.max_loaded for name, group in self.groups.items()},
         )
 
     def lines(self) -> Lines | None:
@@ -72,9 +95,9 @@ class Configured(msgspec.Struct, frozen=True):
     """What it will hold of the budget; None: cannot be told yet."""
 
 
-def check_ranges(memory: MemoryConfig, models: Mapping[str, tuple[float | None, bool]]) -> str | None:
-    """What needs nothing but the file. `models`: name → its TTL, and whether it is pinned."""
-    ttls = {name: ttl for name, (ttl, _) in models.items()}
+def check_ranges(memory: MemoryConfig, models: Mapping[str, Wish]) -> str | None:
+    """What needs nothing but the file."""
+    ttls = {name: wish.ttl_s for name, wish in models.items()}
     if isinstance(memory.budget, int) and memory.budget < MIB:
         return (
             f'memory.budget is {memory.budget}: it must be bytes, {MIB} (1 MiB) or more, or "auto"; '
@@ -82,6 +105,9 @@ def check_ranges(memory: MemoryConfig, models: Mapping[str, tuple[float | None, 
         )
     if memory.max_loaded is not None and memory.max_loaded < 1:
         return f"memory.max_loaded is {memory.max_loaded}: it must be 1 or more; leave it out for no bound"
+    for name, group in memory.groups.items():
+        if group.max_loaded < 1:
+            return f"memory.groups.{name}.max_loaded is {group.max_loaded}: it must be 1 or more"
     times = {"memory.ttl_s": memory.ttl_s, **{f"models.{name}.ttl_s": ttl for name, ttl in ttls.items()}}
     for key, seconds in times.items():
         if seconds is not None and not (math.isfinite(seconds) and 0.01 <= seconds <= MAX_S):
@@ -96,24 +122,58 @@ def check_ranges(memory: MemoryConfig, models: Mapping[str, tuple[float | None, 
         return f"memory.drain_at is {memory.drain_at:g}: it must be 0.5 to 1, or 0 for never"
     if memory.kill_at and not max(0.5, memory.drain_at) <= memory.kill_at <= 2.0:
         return f"memory.kill_at is {memory.kill_at:g}: it must be {max(0.5, memory.drain_at):g} to 2, or 0 for never"
-    return _of_no_use(memory, ttls.values(), [name for name, (_, pinned) in models.items() if pinned])
+    pins = [name for name, wish in models.items() if wish.pin]
+    return _of_no_use(memory, ttls.values(), pins) or _groups(memory, models) or _too_many(memory, models)
+
+
+def _groups(memory: MemoryConfig, models: Mapping[str, Wish]) -> str | None:
+    """Names that nothing belongs to."""
+    for name, wish in models.items():
+        if wish.group and wish.group not in memory.groups:
+            known = f"; groups are {', '.join(memory.groups)}" if memory.groups else ""
+            return (
+                f"models.{name}.group is {wish.group!r}: there is no [memory.groups.{wish.group}]"
+                f"{closest(wish.group, memory.groups)}{known}"
+            )
+    for group in memory.groups:
+        if all(wish.group != group for wish in models.values()):
+            return f"memory.groups.{group} is of no use: no model names it as its group"
+    return None
+
+
+def _too_many(memory: MemoryConfig, models: Mapping[str, Wish]) -> str | None:
+    """More pinned or preloaded models than may be loaded at once, or none left for the others."""
+    rules = memory.rules(0)
+    for name, wish in models.items():
+        for bound, most, group in bounds(wish.group, rules):
+            same = {other: one for other, one in models.items() if group in ("", one.group)}
+            for key, those in (
+                ("pin", [other for other, one in same.items() if one.pin]),
+                ("preload", [other for other, one in same.items() if one.preload]),
+            ):
+                if len(those) > most:
+                    return f"{bound} is {most}, but {len(those)} of its models have {key}: {', '.join(those)}"
+            pins = [other for other, one in same.items() if one.pin]
+            if not wish.pin and len(pins) >= most:
+                return f"models.{name} could never be loaded: {bound} is {most}, and {', '.join(pins)} is pinned"
+    return None
 
 
 def _of_no_use(memory: MemoryConfig, ttls: Iterable[float | None], pins: list[str]) -> str | None:
     """An option that something else would have to be set for: refused, rather than ignored."""
     plain = MemoryConfig()
-    bounds = memory.budget is not None or memory.max_loaded is not None
-    for key, given, needs in (
-        ("min_residency_s", bounds, "memory.budget or memory.max_loaded"),
-        ("queue_s", bounds, "memory.budget or memory.max_loaded"),
+    given = memory.budget is not None or memory.max_loaded is not None or bool(memory.groups)
+    for key, useful, needs in (
+        ("min_residency_s", given, "memory.budget, memory.max_loaded or memory.groups"),
+        ("queue_s", given, "memory.budget, memory.max_loaded or memory.groups"),
         ("working_context", memory.budget is not None, "memory.budget"),
         ("drain_at", memory.lines() is not None, "memory.budget or memory.enforce = true"),
         ("kill_at", memory.lines() is not None, "memory.budget or memory.enforce = true"),
     ):
-        if not given and getattr(memory, key) != getattr(plain, key):
+        if not useful and getattr(memory, key) != getattr(plain, key):
             return f"memory.{key} is of no use without {needs}"
     if pins and not memory.active(ttls):
-        return f"models.{pins[0]}.pin is of no use without memory.budget, memory.max_loaded or a ttl_s"
+        return f"models.{pins[0]}.pin is of no use without memory.budget, memory.max_loaded, memory.groups or a ttl_s"
     return None
 
 

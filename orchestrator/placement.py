@@ -75,7 +75,7 @@ class Placement:
 
     def __init__(self, config: Config) -> None:
         memory, models = config.memory, config.models
-        problem = check_ranges(memory, {name: (model.ttl_s, model.pin) for name, model in models.items()})
+        problem = check_ranges(memory, {name: model.wish for name, model in models.items()})
         self._memory = memory
         self._models = models
         self.active = memory.active(model.ttl_s for model in models.values())
@@ -103,6 +103,11 @@ class Placement:
     def budgeted(self) -> bool:
         """Whether there is a budget, of which each worker gets its share as its cap."""
         return self.rules.budget is not None
+
+    def counts(self, name: str) -> bool:
+        """Whether a second worker of this model would break a bound, so that it never has two at once."""
+        model = self._models.get(name)
+        return self.budgeted or bool(placement.bounds(model.group if model is not None else "", self.rules))
 
     def _configured(self) -> dict[str, Configured]:
         found: dict[str, Configured] = {}
@@ -213,6 +218,7 @@ class Placement:
             pressure=self._pressure_word(),
             places=[self._info(place, now) for place in ledger.places],
             next_eviction=next((place.name for place in placement.candidates(ledger)), ""),
+            groups=self.rules.groups,
             decisions=[f"{now - at:.1f} s ago: {words}" for at, words in self._decisions],
         )
 
@@ -234,6 +240,7 @@ class Placement:
             busy=place.busy,
             idle_s=now - place.used_at if resident and not place.busy else None,
             waiting_s=now - place.since if place.phase is Phase.WAITING else None,
+            group=place.group,
         )
 
     # ---- inside -----------------------------------------------------------------------------------------
@@ -299,6 +306,7 @@ class Placement:
             pinned=model is not None and model.pin,
             ttl_s=own_ttl if own_ttl is not None else self._memory.ttl_s,
             busy=busy,
+            group=model.group if model is not None else "",
         )
 
     def _share(self, load: Load) -> int:

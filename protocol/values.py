@@ -382,10 +382,11 @@ class PlaceInfo(Value, frozen=True):
     busy: bool = False
     idle_s: float | None = None
     waiting_s: float | None = None
+    group: str = ""
 
 
 class PlacementInfo(Value, frozen=True):
-    """The memory budget: who holds what, and the last decisions. 0: no such bound."""
+    """The memory budget: who holds what, and the last decisions, oldest first. 0: no such bound."""
 
     budget: int = 0
     held: int = 0
@@ -397,4 +398,4 @@ class PlacementInfo(Value, frozen=True):
     next_eviction: str = ""
     """The model that would make room next. Empty: none may."""
     decisions: list[str] = []
-    """The last ones, oldest first, with their reasons."""
+    groups: dict[str, int] = {}

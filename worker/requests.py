@@ -302,6 +302,13 @@ class RequestTable:
         request.inserted_at = now
         self.prefilling += 1
 
+    def put_back(self, request: Request) -> None:
+        """Move a request that has no token yet from running to the front of the waiting."""
+        del self.running[request.request_id]
+        self.waiting = {request.request_id: request, **self.waiting}
+        request.inserted_at = None
+        self.prefilling -= 1
+
     def drop(self, request_id: bytes) -> Request | None:
         """Take a request out, whatever its state."""
         request = self.running.pop(request_id, None)

@@ -274,15 +274,24 @@ class Service:
             self._sample(now)
 
     def _recheck(self) -> None:
-        """Between chunks: prompts that no longer fit fail, so that the others go on."""
+        """Between chunks: prompts that no longer fit give way, so that the others go on."""
         chunk = self._engine.prefill_chunk
         while (found := self._keeper.recheck(self._table.held(), chunk)) is not None:
             self._give_up(*found)
 
     def _give_up(self, request_id: bytes, why: str) -> None:
-        """A running request must end for lack of memory. What it has computed is not kept either."""
+        """A running request must go for lack of memory. What it has computed is not kept either.
+
+        One that has no token yet waits until another has ended, if there is such, and starts anew.
+        """
         self._engine.remove(request_id, keep=False)
-        self._fail(self._table.running[request_id], ErrorCode.OUT_OF_MEMORY, why)
+        request = self._table.running[request_id]
+        if request.first_token_at is None and self._keeper.may_wait(len(self._table.running) - 1):
+            log.info("request %s waits again: %s", request_id.hex(), why)
+            self._table.put_back(request)
+            self._note_table()
+            return
+        self._fail(request, ErrorCode.OUT_OF_MEMORY, why)
 
     def _flush_running(self) -> None:
         now = time.monotonic()

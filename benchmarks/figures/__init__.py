@@ -9,6 +9,7 @@ from ..measure import Figure
 from .balloon import balloon
 from .cache import cache, cache_after_crash
 from .cancel import in_decode, in_prefill
+from .caps import caps
 from .choice import extras, structured
 from .equal import equal
 from .first_token import first_token
@@ -18,6 +19,7 @@ from .placement import placement
 from .prediction import prediction
 from .probe import probe
 from .recovery import recovery
+from .reload import reload
 from .single import single
 from .speculation import real_pair, speculation, speculation_equal
 from .together import eight, sixteen
@@ -49,6 +51,8 @@ FIGURES: dict[str, Callable[[Bench], list[Figure]]] = {
     "placement": placement,
     "balloon": balloon,
     "prediction": prediction,
+    "reload": reload,
+    "caps": caps,
     "equal": equal,
     "speculation": speculation,
     "speculation-equal": speculation_equal,

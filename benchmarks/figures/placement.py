@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ from mlx_bulkhead import BulkheadError, Client
 
 from .. import tiny
 from ..bench import Bench
+from ..caps import CapWatch
 from ..daemon import Daemon
 from ..measure import Figure, at_most
 from ..work import text_prompt
@@ -54,7 +54,7 @@ def _measure(bench: Bench, daemon: Daemon) -> list[Figure]:
     dice = random.Random(7)
     asked = [dice.choice(NAMES) for _ in range(QUICK_REQUESTS if bench.quick else REQUESTS)]
     failures: list[str] = []
-    watch = _Caps(daemon)
+    watch = CapWatch(daemon)
     with ThreadPoolExecutor(IN_FLIGHT) as pool:
         running: list[Future[None]] = []
         for name in asked:
@@ -100,30 +100,3 @@ def _ask(client: Client, name: str, prompt: str, failures: list[str]) -> None:
             failures.append("empty")
     except BulkheadError as error:
         failures.append(error.code.value)
-
-
-class _Caps:
-    """Looks ten times a second at the caps that workers report, against the budget."""
-
-    def __init__(self, daemon: Daemon) -> None:
-        self.most = 0.0
-        self.looks = 0
-        self._client = Client(daemon.run_dir)
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="caps")
-        self._thread.start()
-
-    def end(self) -> None:
-        self._ended.set()
-        self._thread.join()
-        self._client.close()
-
-    def _run(self) -> None:
-        while not self._ended.wait(0.1):
-            reply = self._client.stats()
-            if reply.placement is None:
-                raise RuntimeError("the daemon has no budget")
-            infos = [model.info for model in reply.models if model.pid is not None]
-            caps = sum(info.limits.memory_bytes for info in infos if info is not None)
-            self.most = max(self.most, caps / reply.placement.budget, reply.placement.held / reply.placement.budget)
-            self.looks += 1

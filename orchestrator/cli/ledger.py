@@ -18,6 +18,9 @@ def headline(placement: PlacementInfo) -> str:
     loaded = sum(place.phase != "waiting" for place in placement.places)
     bound = f" of {placement.max_loaded}" if placement.max_loaded else ""
     parts.append(f"{loaded}{bound} loaded, {len(placement.places) - loaded} waiting")
+    for group, most in placement.groups.items():
+        inside = sum(place.phase != "waiting" and place.group == group for place in placement.places)
+        parts.append(f"{inside} of {most} of group {group}")
     parts.append(f"host {mib(placement.host_free)} free, pressure {placement.pressure}")
     parts.append(f"next to make room: {placement.next_eviction or 'none'}")
     return ", ".join(parts)
@@ -34,6 +37,8 @@ def report(placement: PlacementInfo) -> str:
 
 def _row(place: PlaceInfo) -> list[str]:
     notes = [word for word, on in (("pinned", place.pinned), ("busy", place.busy)) if on]
+    if place.group:
+        notes.append(f"group {place.group}")
     if place.waiting_s is not None:
         notes.append(f"for {span(place.waiting_s)}")
     return [

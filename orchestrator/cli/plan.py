@@ -71,6 +71,7 @@ def _plan(
 
     from .. import host_memory
     from ..config import Config, ModelConfig, load_config
+    from ..policy.placement import bounds
     from ..sizes import UnknownSize, predict_load
 
     settings = Config.default() if file is None else load_config(file)
@@ -79,8 +80,9 @@ def _plan(
         raise BadRequest("name a model, or give the --config FILE that has some")
     if budget is not None and budget <= 0:
         raise BadRequest(f"--budget is {budget}: it must be bytes, above 0")
-    limit, source = _budget(budget, settings.memory.rules(host_memory.usable()).budget, run_dir)
-    together, planned = 0, list[Planned]()
+    rules = settings.memory.rules(host_memory.usable())
+    limit, source = _budget(budget, rules.budget, run_dir)
+    together, planned, groups = 0, list[Planned](), list[str]()
     for name in names:
         model = settings.models.get(name) or ModelConfig(name)
         if context is not None:
@@ -92,15 +94,25 @@ def _plan(
             planned.append(Planned(name, 0, 0, 0, 0, 0, 0, 0, together, False, 0, str(error)))
             continue
         share = load.memory_limit or found.share
-        fits = together + share <= limit
-        together += share if fits else 0
+        crowd = [one for one in bounds(model.group, rules) if _count(groups, one[2]) >= one[1]]
+        fits = together + share <= limit and not crowd
+        if fits:
+            together += share
+            groups.append(model.group)
         words = "its config.json tells no dimensions: cache and work are guessed" if found.guessed else ""
         if load.memory_limit is not None and load.memory_limit < found.total:
             words = f"its memory_limit is below what it needs by {mib(found.total - load.memory_limit)}"
+        if crowd:
+            words = f"{crowd[0][0]} is {crowd[0][1]}: not beside the ones above"
         words = words or f"{found.context} tokens"
         parts = (found.process, found.weights, found.adapters, found.kv, found.work, found.total)
         planned.append(Planned(name, *parts, share, together, fits, found.context, words))
     return limit, source, planned
+
+
+def _count(groups: list[str], group: str) -> int:
+    """Models of a group; of all if it is empty."""
+    return groups.count(group) if group else len(groups)
 
 
 def _budget(given: int | None, configured: int | None, run_dir: Path | None) -> tuple[int, str]:

@@ -24,6 +24,9 @@ class Lines(msgspec.Struct, frozen=True):
 
     drain: float = 0.95
     kill: float = 1.0
+    at_once: float = 0.25
+    """So much of the cap above `kill`, a worker is killed at the first look; else at the second in a row. A buffer
+    that is copied is over the cap for a moment."""
     rearm: float = 0.9
     """Once drained, a worker is drained again only if it was below this meanwhile: a model whose cap is too small for
     it is not replaced for ever."""
@@ -38,6 +41,8 @@ class Watch(msgspec.Struct, frozen=True):
     """It has been below `rearm`."""
     over_since: float | None = None
     """Since when it is at or over `drain`."""
+    over_kill: bool = False
+    """It was over `kill` at the last look."""
 
 
 def judge(watch: Watch, *, used: int, cap: int, answers: bool, lines: Lines, now: float) -> tuple[Watch, Step | None]:
@@ -52,7 +57,8 @@ def judge(watch: Watch, *, used: int, cap: int, answers: bool, lines: Lines, now
     if cap <= 0 or used <= 0:
         return watch, None
     share = used / cap
-    if lines.kill and share > lines.kill:
+    over = bool(lines.kill) and share > lines.kill
+    if over and (watch.over_kill or not answers or share > lines.kill + lines.at_once):
         return watch, Step.KILL
     if lines.drain and share >= lines.drain:
         if not answers and lines.kill:
@@ -60,5 +66,5 @@ def judge(watch: Watch, *, used: int, cap: int, answers: bool, lines: Lines, now
         since = watch.over_since if watch.over_since is not None else now
         if watch.armed and answers and now >= since + lines.patience_s:
             return Watch(), Step.DRAIN
-        return Watch(watch.armed, since), None
-    return Watch(watch.armed or share < lines.rearm), None
+        return Watch(watch.armed, since, over), None
+    return Watch(watch.armed or share < lines.rearm, over_kill=over), None

@@ -67,9 +67,15 @@ def candidates(ledger: Ledger) -> list[Place]:
 
 def never_fits(place: Place, ledger: Ledger, rules: Rules) -> str | None:
     """Why a model could not be placed even if all that may leave had left; None if it could."""
+    pinned = [p for p in ledger.holding if p.pinned and p.name != place.name]
+    for bound, most, group in bounds(place.group, rules):
+        if len(holders := [p for p in pinned if group in ("", p.group)]) >= most:
+            return (
+                f"model {place.name!r} has no place: {bound} is {most}, and pinned models hold all of it "
+                f"({', '.join(p.name for p in holders)}); raise it, or unload one of them"
+            )
     if rules.budget is None:
         return None
-    pinned = [p for p in ledger.holding if p.pinned and p.name != place.name]
     taken = sum(p.share for p in pinned)
     if place.share <= rules.budget - taken:
         return None
@@ -78,6 +84,16 @@ def never_fits(place: Place, ledger: Ledger, rules: Rules) -> str | None:
         f"model {place.name!r} needs {size(place.share)}, and memory.budget is {size(rules.budget)}{beside}; "
         "raise the budget, or make it smaller by a context_limit, a memory_limit, kv_bits or a quantised checkpoint"
     )
+
+
+def bounds(group: str, rules: Rules) -> list[tuple[str, int, str]]:
+    """What bounds the number of workers beside one of this group: its key, the bound, and whose they are; "": all."""
+    found: list[tuple[str, int, str]] = []
+    if rules.max_loaded is not None:
+        found.append(("memory.max_loaded", rules.max_loaded, ""))
+    if group in rules.groups:
+        found.append((f"memory.groups.{group}.max_loaded", rules.groups[group], group))
+    return found
 
 
 def size(count: int) -> str:
@@ -199,12 +215,12 @@ def _lacks(place: Place, ledger: Ledger, rules: Rules, reserved: list[Place], wi
     holding = [p for p in ledger.holding if p.name not in names] + reserved
     held = sum(p.share for p in holding)
     budget = slots = host = 0
+    for _, most, group in bounds(place.group, rules):
+        slots = max(slots, sum(group in ("", p.group) for p in holding) + 1 - most)
     if rules.budget is not None:
         budget = held + place.share - rules.budget
     if ledger.pressure is not Pressure.NORMAL:
         budget = max(budget, held + place.share - ledger.ceiling)
-    if rules.max_loaded is not None:
-        slots = len(holding) + 1 - rules.max_loaded
     if ledger.free is not None:
         promised = sum(p.need for p in holding if p.phase in (Phase.LOADING, Phase.WAITING))
         freed = sum(p.need for p in without)
@@ -253,8 +269,7 @@ def why_waiting(place: Place, ledger: Ledger, now: float, rules: Rules) -> str:
     words = [f"model {place.name!r} waited {now - place.since:.0f} s for {size(place.share)}"]
     if rules.budget is not None:
         words.append(f"memory.budget is {size(rules.budget)}, of which {size(ledger.held)} are held")
-    if rules.max_loaded is not None:
-        words.append(f"memory.max_loaded is {rules.max_loaded}")
+    words += [f"{bound} is {most}" for bound, most, _ in bounds(place.group, rules)]
     if holders := [_holder(p, now, rules) for p in ledger.holding]:
         words.append("loaded are " + ", ".join(holders))
     if ledger.free is not None and place.need > ledger.free:

@@ -39,6 +39,8 @@ class Rules(msgspec.Struct, frozen=True):
     """How long a model may wait for a place."""
     calm_s: float = 5.0
     """Pressure counts as fallen only after so long."""
+    groups: dict[str, int] = {}
+    """Group → workers of it at once."""
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -60,6 +62,8 @@ class Place(msgspec.Struct, frozen=True):
     """End of its last request, or of its load if there was none."""
     busy: bool = False
     """Somebody needs it: it has live requests, or a load that waits. Else it was asked for ahead of need."""
+    group: str = ""
+    """Of those in `Rules.groups`; empty: none."""
 
 
 class Ledger(msgspec.Struct, frozen=True):

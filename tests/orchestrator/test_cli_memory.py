@@ -26,10 +26,11 @@ BUDGET = PlacementInfo(
     pressure="warn",
     places=[
         PlaceInfo("a", "resident", 6 * GIB, 5 * GIB, 4 * GIB, pinned=True, idle_s=65.0),
-        PlaceInfo("b", "loading", 3 * GIB, busy=True),
+        PlaceInfo("b", "loading", 3 * GIB, busy=True, group="big"),
         PlaceInfo("c", "waiting", 9 * GIB, waiting_s=4.0),
     ],
     next_eviction="a",
+    groups={"big": 2},
     decisions=[f"{n}.0 s ago: something" for n in range(9, 0, -1)],
 )
 
@@ -47,8 +48,8 @@ def daemon(short_tmp: Path) -> Iterator[FakeDaemon]:
 
 
 HEAD = (
-    "memory budget: 9.0 GiB of 16.0 GiB held, 2 loaded, 1 waiting, host 3.0 GiB free, pressure warn, "
-    "next to make room: a"
+    "memory budget: 9.0 GiB of 16.0 GiB held, 2 loaded, 1 waiting, 1 of 2 of group big, host 3.0 GiB free, "
+    "pressure warn, next to make room: a"
 )
 
 

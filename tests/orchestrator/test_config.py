@@ -82,7 +82,7 @@ def test_everything_is_read(tmp_path: Path) -> None:
 
 
 def test_a_model_has_all_options_of_a_load_with_the_same_defaults() -> None:
-    assert set(ModelConfig.__struct_fields__) == {"model", "preload", "pin", "ttl_s", *LOAD_OPTIONS}
+    assert set(ModelConfig.__struct_fields__) == {"model", "preload", "pin", "ttl_s", "group", *LOAD_OPTIONS}
     assert ModelConfig("org/x").load("a") == Load("a", "org/x")
 
 

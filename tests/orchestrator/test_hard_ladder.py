@@ -32,7 +32,9 @@ ENFORCED = MemoryConfig(enforce=True)
         (False, 950, True, None),  # it has never been below the line: a replacement would not help
         (False, 999, False, Step.KILL),
         (True, 1000, True, Step.DRAIN),
-        (False, 1001, True, Step.KILL),
+        (False, 1001, True, None),  # at the next look
+        (False, 1001, False, Step.KILL),
+        (False, 1251, True, Step.KILL),
         (True, 10_000, False, Step.KILL),
         (True, 0, False, None),  # nobody can tell
     ],
@@ -40,6 +42,15 @@ ENFORCED = MemoryConfig(enforce=True)
 def test_the_ladder(armed: bool, used: int, answers: bool, step: Step | None) -> None:
     watch = Watch(armed, over_since=0.0)
     assert judge(watch, used=used, cap=1000, answers=answers, lines=Lines(), now=1.0)[1] is step
+
+
+def test_over_the_cap_for_a_moment_is_no_death() -> None:
+    """A buffer that is copied takes twice its room until the worker's next own step."""
+    looks = [(1001, None), (940, None), (1100, None), (1001, Step.KILL)]
+    watch = Watch()
+    for number, (used, expected) in enumerate(looks):
+        watch, step = judge(watch, used=used, cap=1000, answers=True, lines=Lines(), now=number / 4)
+        assert step is expected
 
 
 def run(*samples: tuple[float, int]) -> list[float]:

@@ -94,7 +94,12 @@ def test_auto_is_most_of_what_models_can_have(tmp_path: Path) -> None:
         ("[memory]\nkill_at = 0.9", "memory.kill_at is 0.9: it must be 0.95 to 2, or 0 for never"),
         ('[models.a]\nmodel = "x"\nttl_s = 0', "models.a.ttl_s is 0"),
         ("[memory]\nbudgett = 1", "did you mean 'budget'?"),
-        ("[memory]\nqueue_s = 5", "memory.queue_s is of no use without memory.budget or memory.max_loaded"),
+        ("[memory]\nqueue_s = 5", "memory.queue_s is of no use without memory.budget, memory.max_loaded or"),
+        ("[memory.groups.big]\nmax_loaded = 0", "memory.groups.big.max_loaded is 0: it must be 1 or more"),
+        ("[memory.groups.big]\n", "memory.groups.big.max_loaded is missing"),
+        ("[memory]\ngroups = 5", "memory.groups is 5: it must hold tables, [memory.groups.NAME]"),
+        ("[memory.groups.big]\nmax_loaded = 1\nttl_s = 5", "unknown key memory.groups.big.ttl_s"),
+        ("[memory.groups.big]\nmax_loaded = 1", "memory.groups.big is of no use: no model names it"),
         ("[memory]\nttl_s = 5\nmin_residency_s = 5", "memory.min_residency_s is of no use without"),
         (
             "[memory]\nmax_loaded = 2\nworking_context = 999",
@@ -112,6 +117,53 @@ def test_auto_is_most_of_what_models_can_have(tmp_path: Path) -> None:
 )
 def test_values_out_of_range(tmp_path: Path, text: str, words: str) -> None:
     assert words in refusal(tmp_path, text)
+
+
+GROUPED = """
+[memory.groups.big]
+max_loaded = 1
+[models.a]
+model = "org/a"
+group = "big"
+{a}
+[models.b]
+model = "org/b"
+group = "{group}"
+{b}
+"""
+
+
+def test_groups_are_read_and_make_placement_active(tmp_path: Path) -> None:
+    placement = Placement(read(tmp_path, GROUPED.format(a="pin = false", b="", group="big")))
+    assert placement.active
+    assert placement.rules.groups == {"big": 1}
+    assert not placement.budgeted
+    assert placement.counts("a")
+    assert not placement.counts("other")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "group", "words"),
+    [
+        ("", "", "bigg", "models.b.group is 'bigg': there is no [memory.groups.bigg] (did you mean 'big'?)"),
+        ("pin = true", "pin = true", "big", "big.max_loaded is 1, but 2 of its models have pin: a, b"),
+        ("preload = true", "preload = true", "big", "big.max_loaded is 1, but 2 of its models have preload: a, b"),
+        (
+            "pin = true",
+            "",
+            "big",
+            "models.b could never be loaded: memory.groups.big.max_loaded is 1, and a is pinned",
+        ),
+    ],
+)
+def test_groups_that_cannot_work(tmp_path: Path, a: str, b: str, group: str, words: str) -> None:
+    assert words in refusal(tmp_path, GROUPED.format(a=a, b=b, group=group))
+
+
+def test_pins_beyond_max_loaded(tmp_path: Path) -> None:
+    text = '[memory]\nmax_loaded = 1\n[models.a]\nmodel = "org/a"\npin = true\n[models.b]\nmodel = "org/b"\n'
+    assert "models.b could never be loaded: memory.max_loaded is 1, and a is pinned" in refusal(tmp_path, text)
+    assert "memory.max_loaded is 1, but 2 of its models have pin" in refusal(tmp_path, text + "pin = true")
 
 
 @pytest.fixture

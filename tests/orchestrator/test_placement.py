@@ -63,6 +63,20 @@ async def begin(host: Orchestrator, name: str, tokens: int) -> LocalStream:
     return stream
 
 
+async def test_with_a_bound_on_workers_a_model_is_recycled_without_a_second_one(short_tmp: Path) -> None:
+    config = Config(models={"a": model(recycle_requests=1)}, memory=MemoryConfig(max_loaded=1))
+    async with fake_host(short_tmp / "r", config=config) as host:
+        await ask(host, "a")
+        first = status(host, "a").pid
+
+        def replaced() -> bool:
+            assert len(workers()) <= 1
+            return status(host, "a").state == "READY" and status(host, "a").pid != first
+
+        await until(replaced)
+        await ask(host, "a")
+
+
 async def test_without_settings_nothing_is_placed(short_tmp: Path) -> None:
     async with fake_host(short_tmp / "r", config=three(MemoryConfig())) as host:
         for name in "abc":

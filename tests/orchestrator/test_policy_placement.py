@@ -222,7 +222,57 @@ def test_under_critical_pressure_nothing_is_loaded_and_idle_models_leave_one_by_
     assert room.ledger.pressure is Pressure.NORMAL
 
 
+def in_group(**more: object) -> dict[str, object]:
+    return {"group": "big", **more}
+
+
+def test_room_within_a_group_is_made_within_it() -> None:
+    room = Room(v.Rules(budget=100 * GIB, min_residency_s=10.0, groups={"big": 2}))
+    room.resident("outside", 1)
+    room.resident("old", 1, **in_group())
+    room.resident("new", 1, **in_group())
+    assert room.ask("third", 1, **in_group()) == [Evict("old", "third needs its room")]
+    assert room.ask("beside", 1) == [Grant("beside")]
+    assert room.ask("fourth", 1, **in_group()) == [Evict("new", "fourth needs its room")]
+    assert room.post(v.Gone("old")) == [Grant("third")]
+    assert room.phase("fourth") is Phase.WAITING  # what is freed for one is not given to the next
+    assert room.post(v.Gone("new")) == [Grant("fourth")]
+
+
+def test_one_eviction_may_serve_group_and_budget() -> None:
+    room = Room(v.Rules(budget=10 * GIB, groups={"big": 1}))
+    room.resident("outside", 5)
+    room.resident("inside", 5, **in_group())
+    assert room.ask("next", 5, **in_group()) == [Evict("inside", "next needs its room")]
+
+
+def test_a_group_waits_for_its_busy_model_and_lets_others_pass() -> None:
+    room = Room(v.Rules(groups={"big": 1}, min_residency_s=10.0, queue_s=60.0))
+    room.resident("a", 0, **in_group())
+    room.post(v.Busy("a"))
+    assert room.ask("b", 0, **in_group()) == []
+    assert room.ask("c", 0) == [Grant("c")]
+    room.now += 60.0
+    refusal = room.post(v.Tick())[0]
+    assert isinstance(refusal, Refuse)
+    assert "memory.groups.big.max_loaded is 1" in refusal.message
+    assert "a with 0 MiB (busy)" in refusal.message
+
+
+def test_pins_that_hold_a_whole_group_or_every_place_are_told_at_once() -> None:
+    for rules, key in (
+        (v.Rules(groups={"big": 1}), "memory.groups.big.max_loaded"),
+        (v.Rules(max_loaded=1), "memory.max_loaded"),
+    ):
+        room = Room(rules)
+        room.resident("pin", 0, **in_group(pinned=True))
+        refusal = room.ask("b", 0, **in_group())[0]
+        assert isinstance(refusal, Refuse)
+        assert f"{key} is 1, and pinned models hold all of it (pin)" in refusal.message
+
+
 NAMES = ("a", "b", "c", "d", "e")
+GROUP = ("a", "b", "c")
 
 
 class Walk(RuleBasedStateMachine):
@@ -230,7 +280,9 @@ class Walk(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.room = Room(v.Rules(budget=10, max_loaded=3, min_residency_s=4.0, queue_s=30.0, calm_s=3.0))
+        self.room = Room(
+            v.Rules(budget=10, max_loaded=3, min_residency_s=4.0, queue_s=30.0, calm_s=3.0, groups={"big": 2})
+        )
         self.alive: dict[str, int] = {}
         """Name → bytes of each process that runs."""
         self.asked: dict[str, float] = {}
@@ -266,7 +318,8 @@ class Walk(RuleBasedStateMachine):
         self.asked[name] = self.room.now
         self.busy.add(name)
         (self.pinned.add if pinned else self.pinned.discard)(name)
-        self.post(v.Asked(Place(name, share, share, pinned=pinned, ttl_s=ttl, busy=True)))
+        group = "big" if name in GROUP else ""
+        self.post(v.Asked(Place(name, share, share, pinned=pinned, ttl_s=ttl, busy=True, group=group)))
 
     @rule(name=st.sampled_from(NAMES))
     def loaded(self, name: str) -> None:
@@ -309,6 +362,7 @@ class Walk(RuleBasedStateMachine):
     def the_budget_holds(self) -> None:
         assert sum(self.alive.values()) <= 10
         assert len(self.alive) <= 3
+        assert len(self.alive.keys() & set(GROUP)) <= 2
         assert {place.name for place in self.room.ledger.holding} == set(self.alive)
 
     @invariant()

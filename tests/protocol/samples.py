@@ -142,10 +142,12 @@ _PLACEMENT = v.PlacementInfo(
             busy=True,
             idle_s=1.5,
             waiting_s=2.5,
+            group="big",
         )
     ],
     next_eviction="tiny",
     decisions=["2.0 s ago: evicted other: tiny needs its room"],
+    groups={"big": 1},
 )
 _USAGE = v.Usage(prompt_tokens=10, cached_tokens=4, completion_tokens=20)
 _TIMINGS = v.Timings(

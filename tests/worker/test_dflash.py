@@ -59,7 +59,7 @@ def test_the_budget_cuts_a_block(pairs: Any, count: int) -> None:
     hand.check("qwen3")
 
 
-@pytest.mark.parametrize("place", range(3, 12))
+@pytest.mark.parametrize("place", [3, 6, 11])
 def test_an_end_token_within_a_block_ends_the_row(place: int) -> None:
     """What the library generates after the end of the answer is not seen."""
     engine = open_pair("qwen3", verify_mode="dflash")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from mlx_bulkhead.protocol.events import Done, Failed
 from mlx_bulkhead.protocol.values import LadderStats, Memory
 from mlx_bulkhead.worker.engines.base import PrefillOut, StepOut, TokenOut
 from mlx_bulkhead.worker.memory.keeper import CLOSE_LOOK_S, LOOK_S, RETRY_S, Held, Keeper, Means
-from mlx_bulkhead.worker.memory.prefill_guard import Dims, Group
+from mlx_bulkhead.worker.memory.prefill_guard import LEAST_CHUNK, Dims, Group, Prefill, demand
 
 from .test_worker_service import A, B, Bench, Scripted, serve, text_of
 
@@ -270,19 +270,67 @@ def test_a_refused_request_starts_nothing_and_the_next_one_works() -> None:
     assert isinstance(sent[B][-1], Done)
 
 
-def test_a_prompt_that_no_longer_fits_fails_between_chunks_and_others_go_on() -> None:
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_prompt_that_no_longer_fits_gives_way_between_chunks_and_others_go_on(waits: bool) -> None:
     world = World()
 
     def fill() -> list[StepOut]:
         world.base = 950 * MIB - 1
         return [PrefillOut(A, 1, 2), TokenOut(B, 1, None)]
 
-    engine = Scripted(fill, [TokenOut(B, 2, "length")])
-    engine.keeper = world.keeper(memory_off=["fail"])
+    def empty() -> list[StepOut]:
+        assert A not in engine.rows, "it waits for the other to end"
+        world.base = 0
+        return [TokenOut(B, 2, "length")]
+
+    engine = Scripted(fill, empty, [PrefillOut(A, 2, 2), TokenOut(A, 7, "length")])
+    engine.keeper = world.keeper(memory_off=["fail"] if waits else ["fail", "wait"])
     sent = serve(engine, A, B)
-    assert "1 of them to process" in failure(sent[A]).message
     assert engine.removed == [A]
     assert text_of(sent[B]) == "1 2 "
+    if waits:
+        assert text_of(sent[A]) == "7 "
+    else:
+        assert "1 of them to process" in failure(sent[A]).message
+
+
+def test_a_prompt_that_nobody_runs_beside_fails_between_chunks() -> None:
+    world = World()
+
+    def fill() -> list[StepOut]:
+        world.base = 950 * MIB - 1
+        return [PrefillOut(A, 1, 2)]
+
+    engine = Scripted(fill)
+    engine.keeper = world.keeper(memory_off=["fail"])
+    assert "1 of them to process" in failure(serve(engine, A)[A]).message
+
+
+def test_who_gave_way_waits_for_another_to_end_and_holds_nobody_back_later() -> None:
+    world = World(base=100 * MIB)
+    keeper, rows = world.keeper(), [decoding(A, 20), decoding(B, 30)]
+    assert keeper.may_wait(len(rows))
+    world.now += 1000
+    assert keeper.admit(10, rows, CHUNK)[0] == "wait"
+    assert keeper.admit(10, rows[:1], CHUNK)[0] == "admit"
+    assert keeper.admit(10, rows, CHUNK)[0] == "admit"
+    assert not keeper.may_wait(0)
+    assert not world.keeper(memory_off=["wait"]).may_wait(2)
+
+
+def test_chunks_are_short_rather_than_a_prompt_refused() -> None:
+    """Attention over a whole chunk would not fit; over a short one it does, also beside others and once begun."""
+    plain = replace(DIMS, fused=False, act_bytes=4)
+    whole, least = (demand(plain, [Prefill(400)], chunk) for chunk in (2048, LEAST_CHUNK))
+    world = World(base=HARD - least)
+    keeper = world.keeper(dims=plain)
+    assert keeper.admit(400, [], 2048) == ("admit", "")
+    assert keeper.chunk == LEAST_CHUNK
+    world.base = HARD - whole
+    assert keeper.recheck([prefilling(A, 1, 399)], 2048) is None
+    assert keeper.chunk == 2048
+    world.base = HARD - least + 1
+    assert keeper.admit(400, [], 2048)[0] == "refuse"
 
 
 def test_the_biggest_request_fails_with_what_it_has_and_others_go_on() -> None:

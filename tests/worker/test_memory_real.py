@@ -35,6 +35,7 @@ pytestmark = pytest.mark.skipif(backend() != "cpu", reason="limits are set by wh
 MIB = 2**20
 A, B, C, D = (bytes([letter]) * 16 for letter in b"abcd")
 LONG = [300 + index % 400 for index in range(2500)]
+LONGER = LONG * 3
 """On a CPU its attention takes some 80 MiB: scores of a chunk of 2048 tokens."""
 SHORT = LONG[:20]
 
@@ -113,17 +114,17 @@ def failure(messages: list[Message]) -> str:
 
 
 def test_a_prompt_that_does_not_fit_computes_nothing_and_the_next_request_works() -> None:
-    engine = open_with_room(48)
+    engine = open_with_room(20)
     assert engine.info.limits.hard_bytes < engine.info.limits.memory_bytes
     assert engine.info.kv_token_bytes == 4 * 2 * 2 * 32 * 4
     assert engine.info.weight_bytes > 2**20
     stage = Stage(engine)
-    stage.send(A, LONG)
+    stage.send(A, LONGER)
     stage.send(B, SHORT, max_tokens=2**31 - 1)  # how much is asked for is no reason to refuse
     stage.on_step = lambda: stage.mailbox.order(Order(B, Cancel(), 0.0)) if len(stage.outs) > 5 else None
     stage.end()
     sent = stage.serve()
-    assert "a prompt of 2500 tokens needs" in failure(sent[A])
+    assert "a prompt of 7500 tokens needs" in failure(sent[A])
     assert not any(out.request_id == A for out in stage.outs)
     assert not any(isinstance(message, Progress) for message in sent[A])
     assert [out for out in stage.outs if out.request_id == B]
@@ -132,11 +133,11 @@ def test_a_prompt_that_does_not_fit_computes_nothing_and_the_next_request_works(
 
 def test_a_refusal_ends_with_its_reason(ballast: Ballast) -> None:
     engine = open_with_room(384)
-    ballast.add(340)
+    ballast.add(365)
     chunk = engine.prefill_chunk
-    assert engine.keeper.admit(len(LONG), [], chunk)[0] == "refuse"
+    assert engine.keeper.admit(len(LONGER), [], chunk)[0] == "refuse"
     ballast.drop()
-    assert engine.keeper.admit(len(LONG), [], chunk)[0] == "admit"
+    assert engine.keeper.admit(len(LONGER), [], chunk)[0] == "admit"
     driver = Driver(engine)
     driver.add("a", LONG, 4)
     driver.run()
@@ -145,21 +146,38 @@ def test_a_refusal_ends_with_its_reason(ballast: Ballast) -> None:
     engine.close()
 
 
-def test_a_prompt_that_no_longer_fits_fails_between_its_chunks(ballast: Ballast) -> None:
+def test_a_prompt_that_needs_short_chunks_gets_them() -> None:
+    """Attention over chunks of 2048 tokens would take 82 MB."""
+    engine = open_with_room(40)
+    stage = Stage(engine)
+    chunks: list[int] = []
+    stage.on_step = lambda: chunks.append(engine.keeper.chunk)
+    stage.send(A, LONG)
+    stage.end()
+    sent = stage.serve()
+    assert isinstance(sent[A][-1], Done)
+    assert chunks[0] < engine.prefill_chunk
+    assert engine.keeper.look().footprint <= engine.info.limits.memory_bytes
+    engine.close()
+
+
+def test_a_prompt_that_no_longer_fits_gives_way_between_its_chunks(ballast: Ballast) -> None:
     engine = open_with_room(512, memory_off=["fail"])
     stage = Stage(engine)
-    stage.send(A, LONG)
+    stage.send(A, LONGER)
     stage.send(B, SHORT, max_tokens=60)
 
     def fill() -> None:
         begun = any(isinstance(out, PrefillOut) and out.request_id == A for out in stage.outs)
         if begun and not ballast.held:
-            ballast.add(480)
+            ballast.add(500)
 
     stage.on_step = fill
     stage.end()
     sent = stage.serve()
-    assert "of them to process" in failure(sent[A])
+    # It waited for the other to end, and even then there was no room.
+    assert "a prompt of 7500 tokens needs" in failure(sent[A])
+    assert any(isinstance(message, Progress) for message in sent[A])
     assert isinstance(sent[B][-1], Done)
     assert sent[B][-1].usage.completion_tokens == 60
     engine.close()
@@ -312,13 +330,13 @@ def test_a_worker_with_a_limit_says_what_is_in_force_and_what_it_did(short_tmp: 
         directory.mkdir()
     with WorkerHarness(first) as worker:
         needed = worker.load(model).info.memory_after.footprint
-    limit = int((needed + 64 * MIB) / 0.95)
+    limit = int((needed + 20 * MIB) / 0.95)
     with WorkerHarness(second) as worker:
         info = worker.load(model, memory_limit=limit).info
         assert info.limits.memory_bytes == limit
         assert info.limits.soft_bytes < info.limits.hard_bytes < limit
         assert info.limits.unsupported == ["wired"]
-        refused = worker.run(tokens=LONG, max_tokens=2).failed
+        refused = worker.run(tokens=LONGER, max_tokens=2).failed
         assert refused is not None
         assert (refused.code, refused.retryable) == ("out_of_memory", True)
         assert "memory_limit" in refused.message

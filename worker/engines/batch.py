@@ -19,7 +19,7 @@ from ..text.sampling import greedy
 from .base import PrefillOut, RowFailed, StepOut
 from .decoding import Decoding
 from .live import Facts, Keep, Live
-from .schedule import chunk_size, smooth
+from .schedule import MAX_ALONE_CHUNK, chunk_size, smooth
 
 _PREFILL_ROWS = 8
 """Prompts that are prefilled side by side; more only pad each other."""
@@ -139,10 +139,10 @@ class Batch:
             live.restart()
         return lives
 
-    def step(self, beside: bool = False) -> list[StepOut]:
+    def step(self, beside: bool = False, most: int = MAX_ALONE_CHUNK) -> list[StepOut]:
         """A decode step of all rows that are so far, and a prefill chunk of those that are not.
 
-        `beside`: rows elsewhere wait for it.
+        `beside`: rows elsewhere wait for it. `most`: prompt tokens for which there is memory.
         """
         decoding = len(self._rows) - len(self._prefilling)
         self._generator.prefill_step_size = chunk_size(
@@ -150,6 +150,7 @@ class Batch:
             prompts=len(self._fresh),
             decoding=decoding > 0 or beside,
             decode_seconds=self._decode_seconds,
+            most=most,
         )
         began = time.perf_counter()
         prompts, tokens = self._generator.next()

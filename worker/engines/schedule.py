@@ -32,19 +32,27 @@ _WEIGHT: Final = 0.5
 """Of a new measurement against those before it: the cost a token grows with the context, and quickly."""
 
 
-def chunk_size(seconds_per_token: float | None, *, prompts: int, decoding: bool, decode_seconds: float) -> int:
+def chunk_size(
+    seconds_per_token: float | None,
+    *,
+    prompts: int,
+    decoding: bool,
+    decode_seconds: float,
+    most: int = MAX_ALONE_CHUNK,
+) -> int:
     """Tokens that each of `prompts` rows may prefill in the next step.
 
     seconds_per_token: of prefill, measured, padding included; None before the first.
     decode_seconds: of one decode step. Where that is long, prefill may take as long: the streams then run at
     half speed at least, and the newcomer is not starved.
+    most: tokens of all of them together for which there is memory.
     """
     if decoding:
-        wanted, first, most = max(SHARED_SECONDS, decode_seconds), FIRST_SHARED_CHUNK, MAX_SHARED_CHUNK
+        wanted, first, longest = max(SHARED_SECONDS, decode_seconds), FIRST_SHARED_CHUNK, MAX_SHARED_CHUNK
     else:
-        wanted, first, most = ALONE_SECONDS, FIRST_ALONE_CHUNK, MAX_ALONE_CHUNK
+        wanted, first, longest = ALONE_SECONDS, FIRST_ALONE_CHUNK, MAX_ALONE_CHUNK
     budget = first if seconds_per_token is None else wanted / max(seconds_per_token, 1e-9)
-    return max(MIN_CHUNK, int(min(budget, most) / max(prompts, 1)))
+    return max(MIN_CHUNK, int(min(budget, longest, most) / max(prompts, 1)))
 
 
 def smooth(before: float | None, measured: float) -> float:

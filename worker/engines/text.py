@@ -312,7 +312,11 @@ class TextEngine:
         assert live is not None
         prompts = 2 if self._batch is not None and self._batch.prefilling else 1  # one here, some there
         chunk = chunk_size(
-            self._token_seconds, prompts=prompts, decoding=decoding, decode_seconds=self._decode_seconds or 0.0
+            self._token_seconds,
+            prompts=prompts,
+            decoding=decoding,
+            decode_seconds=self._decode_seconds or 0.0,
+            most=self.keeper.chunk,
         )
         before = live.cached
         began = time.perf_counter()
@@ -327,7 +331,7 @@ class TextEngine:
 
     def _step_batch(self, batch: Batch) -> list[StepOut]:
         try:
-            outs = batch.step(self.beside)
+            outs = batch.step(self.beside, self.keeper.chunk)
         except _BATCH_FAULTS:
             _log.exception("this model cannot be batched; its requests are served one after the other from now on")
             self._batch = None

@@ -7,6 +7,8 @@ in as `Means`.
 from __future__ import annotations
 
 import logging
+import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +17,7 @@ from typing import Final, NamedTuple, Protocol
 from ...protocol.commands import Load
 from ...protocol.values import LadderStats, Memory
 from .ladder import Lines, Rung, Seen, State, biggest, decide, level
-from .prefill_guard import Dims, Prefill, Verdict, demand, estimate, judge, superfluous
+from .prefill_guard import Dims, Prefill, Verdict, demand, estimate, fitting_chunk, judge, superfluous
 
 LOOK_S: Final = 0.25
 """Least time between two looks in calm times."""
@@ -89,6 +91,8 @@ class Keeper:
         self._counts = dict.fromkeys(Rung, 0)
         self._refused = 0
         self.memory = Memory()
+        self.chunk = sys.maxsize
+        """Tokens that one step may prefill, all prompts together: fewer where memory is tight."""
 
     @property
     def pause(self) -> float:
@@ -157,26 +161,41 @@ class Keeper:
         now = self._clock()
         if rows and (self._state.holding or (now < self._retry_at and len(rows) >= self._retry_beside)):
             return "wait", ""
+        self._retry_at = 0.0
         dims = self.dims
         if dims is None or not self._guarded or tokens <= 0:
             return "admit", ""
         newcomer = Prefill(tokens)
+        prefills = [*_prefills(rows), newcomer]
+        chunk = self._fitting(dims, prefills, chunk)
         own = estimate(dims, newcomer, chunk)
-        need = demand(dims, [*_prefills(rows), newcomer], chunk)
+        need = demand(dims, prefills, chunk)
         freed = 0
         if Rung.WAIT in self._rungs:
             freed = sum(dims.held(row.tokens) for row in rows) + self._droppable if rows else 0
         verdict = self._judge(need, freed, own.peak)
-        if verdict == "wait":
+        if verdict == "admit":
+            self.chunk = chunk
+        elif verdict == "wait":
             self._retry_at, self._retry_beside = now + RETRY_S, len(rows)
-        elif verdict == "refuse":
+        else:
             self._refused += 1
             return verdict, self._why_refused(f"a prompt of {tokens} tokens", need, lines)
         return verdict, ""
 
+    def may_wait(self, beside: int) -> bool:
+        """Whether a prompt that must give way can wait for one of so many others. Nothing starts before that ends."""
+        if not beside or Rung.WAIT not in self._rungs:
+            return False
+        self._retry_at, self._retry_beside = math.inf, beside
+        return True
+
     def lacks(self, what: str, size: int) -> str:
         """Why there is no room for something else of so many bytes, such as an adapter; empty if there is."""
-        if self.lines is None or not self._guarded or self._judge(size) == "admit":
+        if self.lines is None or not self._guarded:
+            return ""
+        self._reclaim(size)
+        if self._judge(size) == "admit":
             return ""
         self._refused += 1
         return (
@@ -189,6 +208,7 @@ class Keeper:
         lines, dims = self.lines, self.dims
         if lines is None or dims is None or not self._guarded or not any(row.left and row.done for row in rows):
             return None
+        chunk = self.chunk = self._fitting(dims, _prefills(rows), chunk)
         need = demand(dims, _prefills(rows), chunk)
         if self._judge(need) == "admit":
             return None
@@ -198,14 +218,24 @@ class Keeper:
         what = f"a prompt of {row.left + row.done} tokens, {row.left} of them to process,"
         return row.request_id, self._why_refused(what, need, lines)
 
-    def _judge(self, need: int, freed: int = 0, alone: int = 0) -> Verdict:
-        """What becomes of a prompt, once everything was given back that is not in use."""
+    def _reclaim(self, need: int) -> int:
+        """Look, and give free memory back if there is not that much room. Gives the room that there is."""
         assert self.lines is not None
         hard = self.lines.hard
         self.look()
         if self._current + need > hard and Rung.CLEAR in self._rungs:
             self._count(Rung.CLEAR)
             self._take(Rung.CLEAR)
+        return hard - self._current
+
+    def _fitting(self, dims: Dims, prefills: Sequence[Prefill], chunk: int) -> int:
+        """How many tokens at once these prompts can be given: short chunks rather than a refusal."""
+        return fitting_chunk(dims, prefills, chunk, self._reclaim(demand(dims, prefills, chunk)))
+
+    def _judge(self, need: int, freed: int = 0, alone: int = 0) -> Verdict:
+        """What becomes of a prompt, once everything was given back that is not in use."""
+        assert self.lines is not None
+        hard = self.lines.hard
         # Prefixes go only if that makes room: a prompt that can never fit must not cost others theirs.
         while hard < self._current + need <= hard + self._droppable and self._entries:
             self._count(Rung.DROP)

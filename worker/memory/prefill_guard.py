@@ -15,6 +15,9 @@ from typing import Final, Literal, NamedTuple
 
 Verdict = Literal["admit", "wait", "refuse"]
 
+LEAST_CHUNK: Final = 128
+"""Where memory is tight, prompts go through in chunks as short as this rather than not at all."""
+
 FUSED_LONG: Final = frozenset({64, 72, 80, 96, 128})
 """Head dimensions for which Metal's fused attention takes more than `FUSED_QUERIES` queries."""
 FUSED_SHORT: Final = frozenset({64, 96, 128, 256})
@@ -124,6 +127,13 @@ def demand(dims: Dims, prefills: Iterable[Prefill], chunk: int) -> int:
         kept += need.kv + need.state
         most = max(most, need.attention)
     return kept + most
+
+
+def fitting_chunk(dims: Dims, prefills: Sequence[Prefill], chunk: int, room: int) -> int:
+    """The longest chunk, at most `chunk`, with which they need no more than `room`; the least one if none does."""
+    while chunk > LEAST_CHUNK and demand(dims, prefills, chunk) > room:
+        chunk = max(LEAST_CHUNK, chunk // 2)
+    return chunk
 
 
 def superfluous(dims: Dims, prefills: Sequence[Prefill], chunk: int, room: int) -> int:

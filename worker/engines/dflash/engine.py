@@ -192,7 +192,9 @@ class Speculating:
     def _start(self, row: Row) -> Run:
         self._requests += 1
         live = Live(row, self._facts)
-        chunk = chunk_size(self._token_seconds, prompts=1, decoding=self.beside, decode_seconds=0.0)
+        chunk = chunk_size(
+            self._token_seconds, prompts=1, decoding=self.beside, decode_seconds=0.0, most=self.keeper.chunk
+        )
         found = None
         if row.caching and self._prefixes is not None:
             found = self._prefixes.find(live.ids, row.salt)
