@@ -12,7 +12,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 def test_a_short_run_keeps_every_promise() -> None:
-    outcome = run(Plan(seconds=12.0, faults=44, seed=20, prompts=3, lengths=(8, 30), sessions=(2, 2)))
+    outcome = run(Plan(seconds=8.0, faults=30, seed=20, prompts=3, lengths=(8, 30), sessions=(2, 2)))
     assert not outcome.record.violations, f"{table(outcome)}\n{verdict(outcome)}"
     assert outcome.record.faults.total() >= 20
     assert outcome.record.resumed > 0

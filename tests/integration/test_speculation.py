@@ -73,7 +73,7 @@ def test_two_pairs_side_by_side_and_a_death(own_daemon: Daemon, tiny_model: Path
     with own_daemon.client() as client:
         for name in ("a", "b"):
             client.load(name, tiny_model, draft=str(draft))
-        ask = {**ASK, "max_tokens": 600}
+        ask = {**ASK, "max_tokens": 400}
         whole = client.complete("a", speculative="off", **ask)
         streams = {name: client.generate(name, speculative="on", **ask) for name in ("b", "a")}
         next(snap for snap in streams["a"] if snap.tokens)

@@ -43,7 +43,7 @@ def test_switching_a_hundred_times_changes_nothing(architecture: str) -> None:
     """Nor does it leave anything behind: memory is as after the first switches."""
     import mlx.core as mx
 
-    rounds = 100 if architecture == "qwen3" else 30
+    rounds = 100 if architecture == "qwen3" else 20
     hand = Hand(engine := open_pair(architecture, verify_mode="dflash"))
     sizes: list[int] = []
     try:
