@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
-from mlx_bulkhead import Client
+from mlx_bulkhead import Client, Stream
 
 from .library import Batched, Streamed, per_second
 
@@ -18,12 +20,32 @@ def now() -> float:
     return time.perf_counter()
 
 
+Ask = Callable[[], Stream]
+"""Sends a request. What it takes to do so is part of what its caller waits for."""
+
+
+def of_text(client: Client, prompt: str | list[int], max_tokens: int) -> Ask:
+    """One of the tiny text model, greedy."""
+    given: Any = {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}
+    return partial(client.generate, MODEL, max_tokens=max_tokens, temperature=0.0, **given)
+
+
 def stream(client: Client, prompt: str | list[int], max_tokens: int) -> Streamed:
+    """One request of the tiny text model, read to its end."""
+    return read(of_text(client, prompt, max_tokens))
+
+
+def batch(client: Client, prompts: Sequence[str], max_tokens: int) -> Batched:
+    """Several of them at once."""
+    return together([of_text(client, prompt, max_tokens) for prompt in prompts])
+
+
+def read(ask: Ask) -> Streamed:
     """One request, read to its end."""
     began = first = last = now()
     tokens: list[int] = []
     early = 0
-    for snap in client.generate(MODEL, max_tokens=max_tokens, temperature=0.0, **_input(prompt)):
+    for snap in ask():
         last = now()
         if not tokens:
             first, early = last, len(snap.tokens)
@@ -31,10 +53,10 @@ def stream(client: Client, prompt: str | list[int], max_tokens: int) -> Streamed
     return Streamed(tokens, first - began, per_second(len(tokens) - early, last - first), early)
 
 
-def batch(client: Client, prompts: Sequence[str], max_tokens: int) -> Batched:
+def together(asks: Sequence[Ask]) -> Batched:
     """Several requests at once, each with a thread that reads it."""
     began = now()
-    readers = [Reader(client, prompt, max_tokens) for prompt in prompts]
+    readers = [Reader(ask) for ask in asks]
     for reader in readers:
         reader.join()
     last = max(reader.times[-1] for reader in readers)
@@ -46,12 +68,12 @@ def batch(client: Client, prompts: Sequence[str], max_tokens: int) -> Batched:
 class Reader:
     """A thread that reads a stream and notes when its snaps come."""
 
-    def __init__(self, client: Client, prompt: str | list[int], max_tokens: int) -> None:
+    def __init__(self, ask: Ask) -> None:
         self.tokens: list[int] = []
         self.times: list[float] = []
         self._counts: list[int] = []
         self._has_text = threading.Event()
-        self._stream = client.generate(MODEL, max_tokens=max_tokens, temperature=0.0, **_input(prompt))
+        self._stream = ask()
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._read)
         self._thread.start()
@@ -88,7 +110,3 @@ class Reader:
             self._error = error
         finally:
             self._has_text.set()
-
-
-def _input(prompt: str | list[int]) -> dict:
-    return {"prompt": prompt} if isinstance(prompt, str) else {"tokens": prompt}

@@ -18,7 +18,8 @@ def newcomer(bench: Bench) -> list[Figure]:
     for _ in range(bench.rounds):
         prompt = token_prompt(bench.seed(), length)
         firsts.theirs.append(streams.stream(bench.client, prompt, 4).first)
-        readers = [streams.Reader(bench.client, text_prompt(bench.seed()), 20_000) for _ in range(4)]
+        long = [streams.of_text(bench.client, text_prompt(bench.seed()), 20_000) for _ in range(4)]
+        readers = [streams.Reader(ask) for ask in long]
         for reader in readers:
             reader.wait_text()
         time.sleep(0.3)

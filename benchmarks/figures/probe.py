@@ -16,7 +16,7 @@ def probe(bench: Bench) -> list[Figure]:
     idle: list[float] = []
     for _ in range(bench.rounds):
         idle.append(streams.stream(bench.client, text_prompt(bench.seed()), 4).first * 1e3)
-        reader = streams.Reader(bench.client, text_prompt(bench.seed()), 20_000)
+        reader = streams.Reader(streams.of_text(bench.client, text_prompt(bench.seed()), 20_000))
         reader.wait_text()
         for _ in range(samples):
             time.sleep(0.1)

@@ -7,15 +7,15 @@ import random
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mlx_bulkhead import Client, Result
 
-from .. import tiny
+from .. import streams, tiny
 from ..bench import Bench
 from ..dflash_library import DFlashLibrary
-from ..library import per_second
 from ..measure import Figure, Pairs, at_least, at_most, spread
 from ..work import text_prompt, token_prompt
 
@@ -205,21 +205,15 @@ def _status(bench: Bench) -> tuple[int, float, int]:
 
 def _together(client: Client, model: str, prompts: list[str], tokens: int) -> tuple[float, list[str]]:
     began = time.perf_counter()
-    streams = [client.generate(model, prompt=prompt, max_tokens=tokens, temperature=0.0) for prompt in prompts]
-    results = [stream.result() for stream in streams]
+    sent = [client.generate(model, prompt=prompt, max_tokens=tokens, temperature=0.0) for prompt in prompts]
+    results = [stream.result() for stream in sent]
     seconds = time.perf_counter() - began
     return sum(len(result.tokens) for result in results) / seconds, [result.text for result in results]
 
 
 def _stream(client: Client, prompt: list[int], tokens: int) -> float:
-    first = last = 0.0
-    early = count = 0
-    for snap in client.generate("pair", tokens=prompt, max_tokens=tokens, temperature=0.0, speculative="on"):
-        last = time.perf_counter()
-        count += len(snap.tokens)
-        if not early and count:
-            first, early = last, count
-    return per_second(count - early, last - first)
+    ask = partial(client.generate, "pair", tokens=prompt, max_tokens=tokens, temperature=0.0, speculative="on")
+    return streams.read(ask).rate
 
 
 def _chat(client: Client, question: str, tokens: int, mode: Any) -> tuple[float, str]:
