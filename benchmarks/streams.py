@@ -9,7 +9,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from mlx_bulkhead import Client, Stream
+from mlx_bulkhead.orchestrator.client_streams import Stream
+
+from mlx_bulkhead import Client
 
 from .library import Batched, Streamed, per_second
 
